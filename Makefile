@@ -1,0 +1,158 @@
+# The commands of embstore: `make help` lists them.
+#
+# Steps of `make setup` leave stamps in .venv/ (environment) and build/ (the package). A stamp of the
+# environment carries a checksum of what it installed, so a change of a list below repeats that step only.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+BIN := $(VENV)/bin
+LOG := build/setup.log
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+unexport PYTHONPATH PYTHONHOME
+
+# ------------------------------------------------------------------------------------------------
+# What is installed, in this order: a package that pins torch loosely must find it in place.
+
+STEPS := torch fbgemm torchrec-needs torchrec build-tools dev-tools extras
+
+PIP_torch := torch==2.13.0
+PIP_fbgemm := fbgemm-gpu-cpu==1.8.0
+PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
+PIP_torchrec := --no-deps torchrec==1.8.0
+PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
+PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
+PIP_extras := typer rich matplotlib
+# To add TensorFlow: PIP_tensorflow := tensorflow-cpu==2.21.0, and its name at the end of STEPS.
+
+CPP_FILES := $(shell find core bindings -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \) 2>/dev/null)
+# Directories count as well: their time changes when a file is removed.
+PACKAGE_SOURCES := pyproject.toml CMakeLists.txt \
+  $(filter-out core/tests/%,$(CPP_FILES)) \
+  $(shell find core/src core/include bindings -type d 2>/dev/null)
+
+# ------------------------------------------------------------------------------------------------
+# $(call step,<what is said>,<command>): one line on the screen, the rest in the log.
+
+define step
+@mkdir -p build; printf '  %s ... ' "$(1)"; start=$$SECONDS; printf '\n== %s\n' "$(1)" >>$(LOG); \
+if ( $(2) ) >>$(LOG) 2>&1 </dev/null; then echo "done ($$((SECONDS - start)) s)"; \
+else echo "FAILED; the end of $(LOG):"; tail -n 40 $(LOG); exit 1; fi
+endef
+
+checksum = $(firstword $(shell printf '%s' '$(1)' | cksum))
+stamp = $(VENV)/.done-$(1).$(call checksum,$(PIP_$(1)))
+STAMPS := $(foreach s,$(STEPS),$(call stamp,$(s)))
+PACKAGE := build/.done-package
+
+.PHONY: setup demo test lint format bench sanitize clean help test-cpp test-py
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+# ------------------------------------------------------------------------------------------------
+
+setup: $(VENV)/.done-redis $(PACKAGE)  ## create .venv with all that is needed and build the package into it
+	@echo "setup: ready ($(VENV))"
+
+$(VENV)/.done-venv:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "embstore needs Python 3.10 or newer, but $(PYTHON) is: $$("$(PYTHON)" -V 2>&1 || true)"; \
+	  echo "Name another with: make setup PYTHON=/path/to/python3.12"; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || { \
+	  echo "embstore needs a C++20 compiler (GCC 11 or Clang 14, or newer), but there is no $${CXX:-c++}"; exit 1; }
+	$(call step,virtual environment,[ -x $(BIN)/pip ] || "$(PYTHON)" -m venv $(VENV))
+	@touch $@
+
+# Each step waits for the one before it: .done-venv, then STEPS from left to right.
+define pip_rule
+$(call stamp,$(1)): $(2)
+	$$(call step,$(1),$(BIN)/python -m pip install --no-input $(foreach r,$(PIP_$(1)),'$(r)'))
+	@rm -f $(VENV)/.done-$(1).*; touch $$@
+endef
+previous := $(VENV)/.done-venv
+$(foreach s,$(STEPS),$(eval $(call pip_rule,$(s),$(previous)))$(eval previous := $(call stamp,$(s))))
+
+# A server for the tests of the Redis store. Only tried, never required.
+$(VENV)/.done-redis: | $(VENV)/.done-venv
+	@mkdir -p build; if command -v redis-server >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  printf '  redis-server ... '; export DEBIAN_FRONTEND=noninteractive; \
+	  install() { timeout 300 apt-get install -y --no-install-recommends redis-server; }; \
+	  if { install || { timeout 120 apt-get update && install; }; } >>$(LOG) 2>&1 </dev/null; \
+	  then echo done; else echo 'not installed (see $(LOG)); tests that need it are skipped'; fi; \
+	else echo '  redis-server is missing; tests that need it are skipped'; fi
+	@touch $@
+
+# The C++ tests share this build directory, so the engine is compiled once for both.
+$(PACKAGE): $(STAMPS) $(PACKAGE_SOURCES)
+	@mkdir -p build; touch $@-started  # a file saved while this runs has to count as newer
+	$(call step,embstore,$(BIN)/python -m pip install --no-input --no-build-isolation --no-deps \
+	  -C build-dir=build/cpp -C cmake.define.EMBSTORE_BUILD_TESTS=ON -e .)
+	@mv $@-started $@
+
+# ------------------------------------------------------------------------------------------------
+
+demo: setup  ## train a small click model on a stream of ever-new ids
+	@$(BIN)/python examples/click_stream.py
+
+test: setup lint test-cpp test-py  ## everything: lint, C++ tests, Python tests
+
+test-cpp: setup  ## the C++ tests
+	$(call step,C++ tests: build,$(BIN)/cmake --build build/cpp)
+	@$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=ignore -j $(JOBS)
+
+# The quick tests first: units, then faces; then those that are slow or start several processes.
+LATE := slow or multirank
+test-py: setup  ## the Python tests
+	@units=$$(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d \) \
+	  ! -name faces ! -name '__pycache__' | sort); \
+	faces=$$(find tests -mindepth 1 -maxdepth 1 -name faces); \
+	$(BIN)/python -m pytest -m 'not ($(LATE))' $$units $$faces; \
+	if $(BIN)/python -m pytest -q --collect-only -m '$(LATE)' tests >build/late-tests.txt 2>&1; then \
+	  $(BIN)/python -m pytest -m '$(LATE)' tests; \
+	elif [ $$? != 5 ]; then cat build/late-tests.txt; exit 1; fi
+
+lint: setup  ## formatting, lint and types
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . || true; echo 'try: make format'; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@[ -z "$(CPP_FILES)" ] || $(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	@echo "lint: clean"
+
+format: setup  ## rewrite the sources as lint wants them
+	@$(BIN)/ruff check --quiet --fix . || true
+	@$(BIN)/ruff format --quiet .
+	@[ -z "$(CPP_FILES)" ] || $(BIN)/clang-format -i $(CPP_FILES)
+
+bench: setup  ## compare with FBGEMM, torch and TorchRec; writes build/bench.json
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks
+
+# TSan of older compilers cannot live with much address randomization; setarch -R turns it off.
+SANITIZE := -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DEMBSTORE_BUILD_TESTS=ON -DEMBSTORE_BUILD_PYTHON=OFF \
+  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g'
+NO_RANDOM := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+sanitize: setup  ## the C++ tests under ASan + UBSan, then under TSan
+	$(call step,build with ASan and UBSan,$(BIN)/cmake -S . -B build/asan $(SANITIZE) \
+	  '-DEMBSTORE_SANITIZE=address;undefined' && $(BIN)/cmake --build build/asan)
+	@ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(BIN)/ctest --test-dir build/asan --output-on-failure --no-tests=ignore -j $(JOBS)
+	$(call step,build with TSan,$(BIN)/cmake -S . -B build/tsan $(SANITIZE) \
+	  -DEMBSTORE_SANITIZE=thread && $(BIN)/cmake --build build/tsan)
+	@TSAN_OPTIONS=halt_on_error=1 $(NO_RANDOM) \
+	  $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=ignore
+
+clean:  ## remove all that was built; .venv stays
+	@rm -rf build dist src/embstore/_core.pyi .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

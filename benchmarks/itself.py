@@ -1,0 +1,108 @@
+"""embstore against itself: what eviction costs, and what a second thread brings.
+
+evict                      forward with 5 % new ids a batch, each of which evicts a row, in a table at load
+                           factor 1.0, against a table as full whose ids are all resident; dim 32
+threads-forward-D          the forward half of a training step, 2 threads against 1
+threads-rowwise-adagrad-D  forward + backward + row-wise Adagrad, 2 threads against 1
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+import embstore
+
+from .ids import NewIds, zipf_batches
+from .registry import Row, Run, register
+from .static_tables import EPS, GRADIENT_SCALE, LEARNING_RATE
+from .tables import INITIALIZER_BOUND, full_embedding, twin_of
+from .timing import Side, interleave, rate, set_threads
+
+SHARE = 0.05
+
+
+@register("evict")
+def evict(run: Run) -> Iterator[Row]:
+    sizes = run.sizes
+    dim, rows = 32, sizes.full_capacity_rows
+    batches = zipf_batches(rows, sizes.batch, sizes.batches)
+    arrivals = NewIds(batches, SHARE, first=1 << 40)
+    evicting, hitting = (
+        full_embedding(dim, embstore.SGD(lr=LEARNING_RATE), rows, first=rows) for _ in range(2)
+    )
+    for keys in batches.keys:
+        evicting(keys)
+        hitting(keys)
+    ids = batches.keys[0]
+
+    def arrive(step: int) -> None:
+        nonlocal ids
+        ids = arrivals.at(step)
+
+    def recur(step: int) -> None:
+        nonlocal ids
+        ids = batches.keys[step % len(batches.keys)].clone()  # a copy, to be as warm as the arrivals
+
+    def forward(module: torch.nn.Module) -> None:
+        module(ids)
+
+    sides = [Side(lambda _: forward(evicting), arrive), Side(lambda _: forward(hitting), recur)]
+    work = f"forward, 5 % new ids, full table, {rows:,} rows, dim {dim}"
+    for threads in run.threads:
+        set_threads(threads)
+        before = evicting.table.stats()
+        inserts = hitting.table.stats().inserts
+        our_time, their_time = interleave(sides, sizes.rounds, sizes.warmup_rounds, first_step=threads << 20)
+        after = evicting.table.stats()
+        if hitting.table.stats().inserts != inserts:
+            raise RuntimeError("all ids should be resident but some were inserted")
+        gone = (after.evictions - before.evictions) // (sizes.rounds + sizes.warmup_rounds)
+        refused = after.refusals - before.refusals
+        detail = f"{rate(sizes.batch, our_time, their_time)}; {gone:,} evictions a batch, {refused} refusals"
+        yield Row(work, "itself, all hits", threads, their_time / our_time, 0.5, 0.8, detail)
+    evicting.table.close()
+    hitting.table.close()
+
+
+def two_threads(run: Run, dim: int, train: bool) -> Iterator[Row]:
+    if 2 not in run.threads:
+        return
+    sizes = run.sizes
+    batches = zipf_batches(sizes.rows, sizes.batch, sizes.batches)
+    weights = torch.empty(sizes.rows, dim).uniform_(-INITIALIZER_BOUND, INITIALIZER_BOUND)
+    optimizer = (
+        embstore.RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS) if train else embstore.SGD(lr=LEARNING_RATE)
+    )
+    module = twin_of(weights, optimizer)
+    grad = torch.randn(sizes.batch, dim) * GRADIENT_SCALE
+
+    def side(threads: int, shift: int) -> Side:
+        # The sides share one table, so they take the batches half a cycle apart: the same batch twice in a
+        # row would be in the cache for the second one.
+        def step(number: int) -> None:
+            out = module(batches.keys[(number + shift) % len(batches.keys)])
+            if train:
+                out.backward(grad)
+
+        return Side(step, lambda _: set_threads(threads))
+
+    sides = [side(2, 0), side(1, sizes.batches // 2)]
+    work = f"{'row-wise Adagrad step' if train else 'forward'}, {sizes.rows:,} rows, dim {dim}"
+    our_time, their_time = interleave(sides, sizes.rounds, sizes.warmup_rounds)
+    detail = rate(sizes.batch, our_time, their_time)
+    yield Row(work, "itself, 1 thread", 2, their_time / our_time, 1.6, 1.9, detail)
+    module.table.close()
+
+
+def register_dim(dim: int) -> None:
+    @register(f"threads-forward-{dim}")
+    def forward(run: Run) -> Iterator[Row]:
+        yield from two_threads(run, dim, train=False)
+
+    @register(f"threads-rowwise-adagrad-{dim}")
+    def rowwise_adagrad(run: Run) -> Iterator[Row]:
+        yield from two_threads(run, dim, train=True)
+
+
+for _dim in (32, 64, 128):
+    register_dim(_dim)

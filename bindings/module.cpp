@@ -1,0 +1,61 @@
+// embstore._core: the engine for Python.
+//
+// Arrays cross the border as addresses: src/embstore checks dtype, shape and device first and keeps
+// the arrays alive during the call, so numpy, torch and TensorFlow memory is used in place and a call
+// costs a few microseconds. Every call that may take long releases the GIL.
+#include "module.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include "embstore/hash.h"
+#include "embstore/kernels.h"
+#include "embstore/memory.h"
+#include "embstore/parallel.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace embstore {
+namespace {
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> EmptyBytes(size_t bytes) {
+  auto* buffer = new PooledBuffer(bytes);
+  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<PooledBuffer*>(p); });
+  return {buffer->as<uint8_t>(), {bytes}, owner};
+}
+
+void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_t out) {
+  if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
+  if (ownership < 0 || ownership > static_cast<int>(Ownership::kXxh64)) {
+    throw InvalidArgument("ownership should be 0, 1 or 2 but is: " + std::to_string(ownership));
+  }
+  const auto* from = Address<const int64_t>(keys);
+  auto* to = Address<int64_t>(out);
+  constexpr int64_t kPerTask = 16384;
+  ParallelFor((n + kPerTask - 1) / kPerTask, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kPerTask, n);
+    for (int64_t i = task * kPerTask; i < end; ++i) {
+      to[i] = Owner(from[i], world, static_cast<Ownership>(ownership));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace embstore
+
+NB_MODULE(_core, m) {
+  using namespace embstore;
+  nb::set_leak_warnings(false);  // tables that live until the interpreter ends are no leak
+  m.def("set_num_threads", &SetNumThreads, "threads"_a);
+  m.def("get_num_threads", &NumThreads);
+  m.def("isa", [] { return std::string(ActiveKernels().name); });
+  m.def("empty_bytes", &EmptyBytes, "bytes"_a,
+        "Uninitialised bytes from the engine's pool of recycled outputs.");
+  m.def("idle_pool_bytes", &IdlePoolBytes);
+  m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+  BindTable(m);
+  BindLookup(m);
+}

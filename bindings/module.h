@@ -1,0 +1,19 @@
+// What the files of the binding share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace embstore {
+
+void BindTable(nanobind::module_& m);
+void BindLookup(nanobind::module_& m);
+
+// An address that Python handed over (0 is null).
+template <typename T>
+T* Address(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace embstore

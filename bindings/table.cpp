@@ -1,0 +1,193 @@
+// Binding of Table, of the optimizers' step options and of rows in numpy arrays.
+#include "embstore/table.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "embstore/gradient.h"
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace embstore {
+namespace {
+
+// A numpy array that owns what was in a vector.
+template <typename T, typename... Shape>
+nb::ndarray<nb::numpy, T> ToNumpy(std::vector<T>&& values, Shape... shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), {static_cast<size_t>(shape)...}, owner);
+}
+
+// (keys, values, states, scores); values and states have no rows where they were not asked for.
+nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
+  const auto n = block.keys.size();
+  const auto value_rows = dim ? block.values.size() / static_cast<size_t>(dim) : 0;
+  const auto state_rows = !block.states.empty() ? n : value_rows * (width == 0);
+  return nb::make_tuple(ToNumpy(std::move(block.keys), n),
+                        ToNumpy(std::move(block.values), value_rows, dim),
+                        ToNumpy(std::move(block.states), state_rows, width),
+                        ToNumpy(std::move(block.scores), n));
+}
+
+std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
+                                 int64_t init_capacity, int64_t max_capacity,
+                                 int64_t bucket_capacity, double max_load_factor,
+                                 const std::string& optimizer, double initial_accumulator,
+                                 int initializer, const std::vector<double>& initializer_values,
+                                 int score_strategy, uint64_t seed, int eviction_log,
+                                 int64_t eviction_log_capacity) {
+  TableOptions options;
+  options.name = name;
+  options.dim = dim;
+  options.dtype = static_cast<DType>(dtype);
+  options.index = {init_capacity, max_capacity, bucket_capacity, max_load_factor};
+  options.optimizer.kind = OptimizerFromName(optimizer);
+  options.optimizer.initial_accumulator = static_cast<float>(initial_accumulator);
+  options.initializer.kind = static_cast<InitializerKind>(initializer);
+  const auto number = [&](size_t i) { return static_cast<float>(initializer_values.at(i)); };
+  options.initializer.value = number(0);
+  options.initializer.mean = number(1);
+  options.initializer.std_dev = number(2);
+  options.initializer.lower = number(3);
+  options.initializer.upper = number(4);
+  options.score_strategy = static_cast<ScoreStrategy>(score_strategy);
+  options.seed = seed;
+  options.eviction_log = static_cast<EvictionLog>(eviction_log);
+  options.eviction_log_capacity = eviction_log_capacity;
+  return Table::Create(options);
+}
+
+std::span<const int64_t> Keys(uintptr_t address, int64_t n) {
+  return {Address<const int64_t>(address), static_cast<size_t>(n)};
+}
+
+}  // namespace
+
+void BindTable(nb::module_& m) {
+  nb::class_<StepOptions>(m, "StepOptions")
+      .def(nb::init<>())
+      .def_rw("learning_rate", &StepOptions::learning_rate)
+      .def_rw("weight_decay", &StepOptions::weight_decay)
+      .def_rw("decoupled_weight_decay", &StepOptions::decoupled_weight_decay)
+      .def_rw("clip_value", &StepOptions::clip_value)
+      .def_rw("clip_norm", &StepOptions::clip_norm)
+      .def_rw("eps", &StepOptions::eps)
+      .def_rw("beta1", &StepOptions::beta1)
+      .def_rw("beta2", &StepOptions::beta2)
+      .def_rw("bias_correction", &StepOptions::bias_correction)
+      .def_rw("step", &StepOptions::step)
+      .def_rw("momentum", &StepOptions::momentum)
+      .def_rw("dampening", &StepOptions::dampening)
+      .def_rw("nesterov", &StepOptions::nesterov)
+      .def_rw("rho", &StepOptions::rho)
+      .def_rw("learning_rate_power", &StepOptions::learning_rate_power)
+      .def_rw("lambda1", &StepOptions::lambda1)
+      .def_rw("lambda2", &StepOptions::lambda2)
+      .def_rw("beta", &StepOptions::beta)
+      .def_rw("ftrl_paper_sign", &StepOptions::ftrl_paper_sign);
+
+  m.def("optimizer_states", [](const std::string& optimizer, int64_t dim) {
+    OptimizerOptions options;
+    options.kind = OptimizerFromName(optimizer);
+    std::vector<std::tuple<std::string, int64_t>> states;
+    for (const StateSpec& state : States(options, dim)) states.emplace_back(state.name, state.width);
+    return states;
+  });
+
+  nb::class_<TableStats>(m, "TableStats")
+      .def_ro("size", &TableStats::size)
+      .def_ro("capacity", &TableStats::capacity)
+      .def_ro("max_capacity", &TableStats::max_capacity)
+      .def_ro("hits", &TableStats::hits)
+      .def_ro("inserts", &TableStats::inserts)
+      .def_ro("evictions", &TableStats::evictions)
+      .def_ro("refusals", &TableStats::refusals)
+      .def_ro("log_dropped", &TableStats::log_dropped)
+      .def_ro("bytes", &TableStats::bytes);
+
+  nb::class_<Table::Cursor>(m, "Cursor")
+      .def(nb::init<>())
+      .def_ro("next", &Table::Cursor::next);
+
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Table>(m, "Table")
+      .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
+           "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
+           "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
+           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a)
+      .def_prop_ro("dim", &Table::dim)
+      .def_prop_ro("state_width", &Table::state_width)
+      .def_prop_ro("row_bytes", &Table::row_bytes)
+      .def("stats", &Table::stats, Unlocked())
+      .def("size", &Table::size, Unlocked())
+      .def("capacity", &Table::capacity, Unlocked())
+      .def("current_score", &Table::current_score, Unlocked())
+      .def("set_custom_score", &Table::set_custom_score, Unlocked(), "score"_a)
+      .def("set_step", &Table::set_step, Unlocked(), "step"_a)
+      .def("contains", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+             table.Contains(Keys(keys, n), Address<uint8_t>(found));
+           }, Unlocked())
+      .def("read", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values,
+                      uintptr_t states, uintptr_t scores, uintptr_t found) {
+             table.Read(Keys(keys, n), Address<float>(values), Address<float>(states),
+                        Address<uint64_t>(scores), Address<uint8_t>(found));
+           }, Unlocked())
+      .def("assign", [](Table& table, uintptr_t keys, int64_t n, uintptr_t values,
+                        uintptr_t states, uintptr_t scores) {
+             return table.Assign(Keys(keys, n), Address<const float>(values),
+                                 Address<const float>(states), Address<const uint64_t>(scores));
+           }, Unlocked())
+      .def("initial_values", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
+             for (int64_t i = 0; i < n; ++i) {
+               table.initializer().Fill(Address<const int64_t>(keys)[i],
+                                        {Address<float>(values) + i * table.dim(),
+                                         static_cast<size_t>(table.dim())});
+             }
+           }, Unlocked())
+      .def("erase", [](Table& table, uintptr_t keys, int64_t n) {
+             return table.Erase(Keys(keys, n));
+           }, Unlocked())
+      .def("apply_gradients", [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients,
+                                 int dtype, const StepOptions& step) {
+             VectorsView view;
+             view.base = Address<void>(gradients);
+             view.dtype = static_cast<DType>(dtype);
+             view.stride = table.dim();
+             return ApplyGradientsByKey(table, Keys(keys, n), view, step);
+           }, Unlocked())
+      .def("clear", &Table::Clear, Unlocked())
+      .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)
+      .def("export", [](const Table& table, Table::Cursor& cursor, int64_t max_rows,
+                        uint64_t min_score, bool with_values, bool with_states) {
+             RowBlock block;
+             {
+               nb::gil_scoped_release unlocked;
+               block = table.Export(cursor, max_rows, min_score, with_values, with_states);
+             }
+             return ToArrays(std::move(block), table.dim(), table.state_width());
+           })
+      .def("drain_evictions", [](Table& table) {
+             RowBlock block;
+             {
+               nb::gil_scoped_release unlocked;
+               block = table.DrainEvictions();
+             }
+             return ToArrays(std::move(block), table.dim(), table.state_width());
+           })
+      .def("close", &Table::Close, Unlocked());
+}
+
+}  // namespace embstore

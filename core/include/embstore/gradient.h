@@ -1,0 +1,42 @@
+// The backward pass: gradients of a batch summed per row and handed to the optimizer.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "embstore/table.h"
+
+namespace embstore {
+
+// The gradients of one table's batch. Pooled batches pass what LookUp got; `gradients` are then
+// those of the bags.
+struct GradientRequest {
+  const SlotList* slots = nullptr;
+  Pooling pooling = Pooling::kNone;
+  std::span<const int64_t> offsets;
+  const float* weights = nullptr;
+  VectorsView gradients;  // base, dtype, stride, positions
+  StepOptions step;
+};
+
+// Sums the gradients of each row in the order of the batch and updates the row once.
+// All requests are validated before the first row changes.
+void ApplyGradients(std::span<const GradientRequest> requests);
+
+// The sums alone: keys (u) in ascending slot order and their gradients (u, dim).
+struct ReducedGradients {
+  std::vector<int64_t> keys;
+  std::vector<float> sums;
+};
+ReducedGradients ReduceGradients(const GradientRequest& request);
+
+// The derivative by the weights of a pooled batch: out (n).
+void WeightGradients(const GradientRequest& request, float* out);
+
+// Applies gradients (n, dim) given by key. Keys that are not there are passed by; returns how many
+// occurrences were.
+int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
+                            const VectorsView& gradients, const StepOptions& step);
+
+}  // namespace embstore

@@ -1,0 +1,41 @@
+// Hashing of keys, and the one function that says which rank owns a key.
+#pragma once
+
+#include <cstdint>
+
+#include "embstore/types.h"
+
+namespace embstore {
+
+// The murmur3 finalizer: a bijection, so different keys never share a hash.
+inline uint64_t HashKey(int64_t key) {
+  uint64_t h = static_cast<uint64_t>(key);
+  h ^= h >> 33;
+  h *= 0xff51afd7ed558ccdULL;
+  h ^= h >> 33;
+  h *= 0xc4ceb9fe1a85ec53ULL;
+  h ^= h >> 33;
+  return h;
+}
+
+enum class Ownership : uint8_t {
+  kRoundRobin = 0,      // uint64(key) % world
+  kHashRoundRobin = 1,  // HashKey(key) % world
+  kXxh64 = 2,           // xxh64 of the key's 8 bytes, seed 1, % world (OneEmbedding)
+};
+
+uint64_t Xxh64OfKey(int64_t key, uint64_t seed);
+
+inline uint32_t Owner(int64_t key, uint32_t world, Ownership ownership) {
+  switch (ownership) {
+    case Ownership::kRoundRobin:
+      return static_cast<uint32_t>(static_cast<uint64_t>(key) % world);
+    case Ownership::kHashRoundRobin:
+      return static_cast<uint32_t>(HashKey(key) % world);
+    case Ownership::kXxh64:
+      return static_cast<uint32_t>(Xxh64OfKey(key, 1) % world);
+  }
+  return 0;
+}
+
+}  // namespace embstore

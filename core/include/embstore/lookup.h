@@ -1,0 +1,45 @@
+// The forward pass: vectors of a batch, for several tables in one call.
+//
+//     keys ──find──► slots ──missing──► insert, initialise ──► gather or pool ──► out
+//
+// Threads are shared by all tables of a call, and the result does not depend on their number.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "embstore/table.h"
+
+namespace embstore {
+
+enum class Access : uint8_t {
+  kTrain = 0,        // inserts what is missing and renews scores
+  kReadZero = 1,     // changes nothing; a missing key reads 0.0
+  kReadInitial = 2,  // changes nothing; a missing key reads its initial value
+};
+
+struct LookupRequest {
+  std::shared_ptr<Table> table;  // each table at most once in a call
+  std::span<const int64_t> keys;
+  Pooling pooling = Pooling::kNone;
+  std::span<const int64_t> offsets;  // pooled: bags + 1, from 0, ascending, the last is keys.size()
+  const float* weights = nullptr;    // pooled: one for each key, or null
+  VectorsView out;                   // base, dtype, stride, positions (one for each bag, or null)
+};
+
+struct LookupResult {
+  std::unique_ptr<SlotList> slots;  // kTrain only
+  int64_t refused = 0;              // distinct keys
+};
+
+// Throws InvalidArgument (offsets, duplicate table), InvalidState (closed table, no score set) before
+// anything changes; OutOfMemory when a table cannot grow: the batch has then no effect but on scores
+// and on keys that were already inserted.
+std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access access);
+
+// Throws InvalidArgument unless offsets is a legal division of n keys.
+void ValidateOffsets(std::span<const int64_t> offsets, int64_t n);
+
+}  // namespace embstore

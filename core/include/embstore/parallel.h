@@ -1,0 +1,32 @@
+// Worker threads of the engine.
+//
+// One pool a process. A call that finds the pool busy (or that comes from a worker) runs its tasks
+// on its own thread, so nothing ever waits for the pool. After fork() the child starts a new pool.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace embstore {
+
+// Threads that take part in ParallelFor, the caller included. The default is EMBSTORE_NUM_THREADS,
+// else OMP_NUM_THREADS, else the number of cores this process may use.
+void SetNumThreads(int threads);  // throws InvalidArgument unless 1 <= threads <= 1024
+int NumThreads();
+
+namespace internal {
+using TaskFunction = void (*)(void* context, int64_t task);
+void RunTasks(int64_t tasks, TaskFunction function, void* context);
+}  // namespace internal
+
+// Calls fn(task) once for every task in [0, tasks), in any order, on several threads; returns when
+// all are done. If some throw, one of the exceptions is thrown here after all have ended.
+template <typename Fn>
+void ParallelFor(int64_t tasks, Fn&& fn) {
+  using Plain = std::remove_reference_t<Fn>;
+  internal::RunTasks(
+      tasks, [](void* context, int64_t task) { (*static_cast<Plain*>(context))(task); },
+      const_cast<void*>(static_cast<const void*>(&fn)));
+}
+
+}  // namespace embstore

@@ -1,0 +1,34 @@
+// A readers-writer lock that lets a waiting writer go before new readers: a training step must not
+// starve behind a stream of evaluation reads.
+#pragma once
+
+#include <pthread.h>
+
+namespace embstore {
+
+class RwLock {
+ public:
+  RwLock() {
+    pthread_rwlockattr_t attributes;
+    pthread_rwlockattr_init(&attributes);
+#if defined(__GLIBC__)
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+#endif
+    pthread_rwlock_init(&lock_, &attributes);
+    pthread_rwlockattr_destroy(&attributes);
+  }
+  ~RwLock() { pthread_rwlock_destroy(&lock_); }
+  RwLock(const RwLock&) = delete;
+  RwLock& operator=(const RwLock&) = delete;
+
+  // The names that std::unique_lock and std::shared_lock ask for.
+  void lock() { pthread_rwlock_wrlock(&lock_); }
+  void unlock() { pthread_rwlock_unlock(&lock_); }
+  void lock_shared() { pthread_rwlock_rdlock(&lock_); }
+  void unlock_shared() { pthread_rwlock_unlock(&lock_); }
+
+ private:
+  pthread_rwlock_t lock_;
+};
+
+}  // namespace embstore

@@ -1,0 +1,56 @@
+// The words of the engine: scalar types, enumerations and the two kinds of error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace embstore {
+
+// Where a row lives. Slots are 32 bits wide: half the traffic of 64, and 2^31 rows a process.
+using Slot = int32_t;
+
+// The key has no row: it was refused, or it is missing in evaluation. Reads as 0.0.
+inline constexpr Slot kNoSlot = -1;
+// Slots below kNoSlot name a vector that is not stored: row j of a side array of float32 vectors.
+constexpr Slot ExtraRow(int64_t j) { return static_cast<Slot>(-2 - j); }
+constexpr int64_t ExtraIndex(Slot slot) { return -2 - static_cast<int64_t>(slot); }
+
+enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+constexpr size_t SizeOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+enum class Pooling : uint8_t { kNone = 0, kSum = 1, kMean = 2 };
+
+// How the score of a key follows its use. The smallest score of a bucket is evicted first.
+enum class ScoreStrategy : uint8_t {
+  kTimestamp = 0,  // nanoseconds of a clock that never repeats within a table
+  kStep = 1,       // the number of the training batch, from 1
+  kCustomized = 2, // what the user set last
+  kLfu = 3,        // occurrences so far
+  kNoEviction = 4, // timestamps; the table grows instead of evicting
+};
+
+// The caller's mistake: the message names the argument and its value. Becomes ValueError.
+struct InvalidArgument : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+// The call is legal but not now (a closed table, a missing score). Becomes RuntimeError.
+struct InvalidState : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Memory that the machine does not have; the object is as it was before the call. Becomes MemoryError.
+struct OutOfMemory : std::bad_alloc {
+  explicit OutOfMemory(std::string what) : what_(std::move(what)) {}
+  const char* what() const noexcept override { return what_.c_str(); }
+
+ private:
+  std::string what_;
+};
+
+}  // namespace embstore

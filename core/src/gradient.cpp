@@ -1,0 +1,211 @@
+#include "embstore/gradient.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+
+#include "embstore/lookup.h"
+#include "embstore/parallel.h"
+#include "grouping.h"
+
+namespace embstore {
+namespace {
+
+// What the kernels need of a pooled batch: the bag and the factor of every occurrence.
+struct Bags {
+  PooledBuffer bag_of, scale;
+  bool scaled = false;
+
+  Bags(const GradientRequest& request) {
+    const auto n = static_cast<size_t>(request.slots->size());
+    bag_of = PooledBuffer(n * sizeof(uint32_t));
+    scaled = request.weights || request.pooling == Pooling::kMean;
+    if (scaled) scale = PooledBuffer(n * sizeof(float));
+    const auto bags = static_cast<int64_t>(request.offsets.size()) - 1;
+    constexpr int64_t kBagsPerTask = 2048;
+    ParallelFor((bags + kBagsPerTask - 1) / kBagsPerTask, [&](int64_t task) {
+      const int64_t end = std::min((task + 1) * kBagsPerTask, bags);
+      for (int64_t bag = task * kBagsPerTask; bag < end; ++bag) Expand(request, bag);
+    });
+  }
+
+  void Expand(const GradientRequest& request, int64_t bag) const {
+    const int64_t begin = request.offsets[static_cast<size_t>(bag)];
+    const int64_t end = request.offsets[static_cast<size_t>(bag + 1)];
+    std::fill(bag_of.as<uint32_t>() + begin, bag_of.as<uint32_t>() + end,
+              static_cast<uint32_t>(bag));
+    if (!scaled) return;
+    const bool mean = request.pooling == Pooling::kMean;
+    const float length = static_cast<float>(end - begin);
+    for (int64_t i = begin; i < end; ++i) {
+      const float weight = request.weights ? request.weights[i] : 1.0f;
+      scale.as<float>()[i] = mean ? weight / length : weight;
+    }
+  }
+};
+
+// One request on its way through the sort.
+struct Work {
+  const GradientRequest* request;
+  std::unique_ptr<Bags> bags;
+  VectorsView gradients;
+  std::unique_ptr<Grouping> grouping;
+
+  explicit Work(const GradientRequest& from) : request(&from), gradients(from.gradients) {
+    if (from.pooling != Pooling::kNone) {
+      bags = std::make_unique<Bags>(from);
+      gradients.bag_of = bags->bag_of.as<uint32_t>();
+      gradients.scale = bags->scaled ? bags->scale.as<float>() : nullptr;
+    }
+    grouping = std::make_unique<Grouping>(from.slots->data(), from.slots->size(),
+                                          from.slots->table().locked_capacity());
+  }
+};
+
+void GroupAll(std::vector<Work>& works) {
+  std::vector<std::pair<Grouping*, int64_t>> chunks;
+  for (Work& work : works) {
+    for (int64_t chunk = 0; chunk < work.grouping->chunks(); ++chunk) {
+      chunks.emplace_back(work.grouping.get(), chunk);
+    }
+  }
+  const auto all = static_cast<int64_t>(chunks.size());
+  ParallelFor(all, [&](int64_t i) {
+    const auto& [grouping, chunk] = chunks[static_cast<size_t>(i)];
+    grouping->Count(chunk);
+  });
+  for (Work& work : works) work.grouping->Place();
+  ParallelFor(all, [&](int64_t i) {
+    const auto& [grouping, chunk] = chunks[static_cast<size_t>(i)];
+    grouping->Scatter(chunk);
+  });
+}
+
+void ValidateRequest(const GradientRequest& request) {
+  Validate(request.slots->table().options().optimizer, request.step);
+  if (request.pooling != Pooling::kNone) ValidateOffsets(request.offsets, request.slots->size());
+}
+
+}  // namespace
+
+void ApplyGradients(std::span<const GradientRequest> requests) {
+  for (const GradientRequest& request : requests) ValidateRequest(request);
+  std::vector<Table*> tables;
+  for (const GradientRequest& request : requests) tables.push_back(&request.slots->table());
+  std::sort(tables.begin(), tables.end());
+  if (std::adjacent_find(tables.begin(), tables.end()) != tables.end()) {
+    throw InvalidArgument("requests should name each table once");
+  }
+  std::vector<std::unique_lock<RwLock>> guards;
+  for (Table* table : tables) guards.emplace_back(table->lock());
+  for (Table* table : tables) table->RequireOpen();
+
+  std::vector<Work> works;
+  works.reserve(requests.size());
+  for (const GradientRequest& request : requests) works.emplace_back(request);
+  GroupAll(works);
+  std::vector<std::pair<Work*, int64_t>> tasks;
+  for (Work& work : works) {
+    for (int64_t partition = 0; partition < work.grouping->partitions(); ++partition) {
+      tasks.emplace_back(&work, partition);
+    }
+  }
+  ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
+    const auto& [work, partition] = tasks[static_cast<size_t>(task)];
+    const std::span<Occurrence> sorted = work->grouping->Sort(partition);
+    if (sorted.empty()) return;
+    const Table& table = work->request->slots->table();
+    thread_local std::vector<float> scratch;
+    scratch.resize(std::max(scratch.size(), static_cast<size_t>(table.dim())));
+    ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
+                           sorted.data(), static_cast<int64_t>(sorted.size()), work->gradients,
+                           scratch.data());
+  });
+}
+
+ReducedGradients ReduceGradients(const GradientRequest& request) {
+  ValidateRequest(request);
+  Table& table = request.slots->table();
+  std::shared_lock guard(table.lock());
+  table.RequireOpen();
+  std::vector<Work> works;
+  works.emplace_back(request);
+  GroupAll(works);
+  Grouping& grouping = *works[0].grouping;
+  const int64_t partitions = grouping.partitions(), dim = table.dim();
+  std::vector<std::span<Occurrence>> sorted(static_cast<size_t>(partitions));
+  std::vector<int64_t> begins(static_cast<size_t>(partitions + 1), 0);
+  ParallelFor(partitions, [&](int64_t p) {
+    auto& items = sorted[static_cast<size_t>(p)] = grouping.Sort(p);
+    int64_t groups = 0;
+    for (size_t i = 0; i < items.size(); ++i) groups += i == 0 || items[i].slot != items[i - 1].slot;
+    begins[static_cast<size_t>(p + 1)] = groups;
+  });
+  for (size_t p = 1; p < begins.size(); ++p) begins[p] += begins[p - 1];
+  ReducedGradients result;
+  result.keys.resize(static_cast<size_t>(begins.back()));
+  result.sums.resize(static_cast<size_t>(begins.back() * dim));
+  const IndexView index = table.index();
+  ParallelFor(partitions, [&](int64_t p) {
+    const std::span<Occurrence> items = sorted[static_cast<size_t>(p)];
+    int64_t at = begins[static_cast<size_t>(p)];
+    ActiveKernels().reduce(dim, items.data(), static_cast<int64_t>(items.size()),
+                           works[0].gradients, result.sums.data() + at * dim);
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (i > 0 && items[i].slot == items[i - 1].slot) continue;
+      result.keys[static_cast<size_t>(at++)] = index.entries[items[i].slot].key;
+    }
+  });
+  return result;
+}
+
+void WeightGradients(const GradientRequest& request, float* out) {
+  ValidateRequest(request);
+  Table& table = request.slots->table();
+  std::shared_lock guard(table.lock());
+  table.RequireOpen();
+  const Bags bags(request);
+  VectorsView gradients = request.gradients;
+  gradients.bag_of = bags.bag_of.as<uint32_t>();
+  const int64_t n = request.slots->size();
+  constexpr int64_t kPerTask = 4096;
+  ParallelFor((n + kPerTask - 1) / kPerTask, [&](int64_t task) {
+    ActiveKernels().dot(table.rows(), request.slots->data(), nullptr, task * kPerTask,
+                        std::min((task + 1) * kPerTask, n), gradients, out);
+  });
+  if (request.pooling != Pooling::kMean) return;
+  for (size_t bag = 0; bag + 1 < request.offsets.size(); ++bag) {
+    const int64_t begin = request.offsets[bag], end = request.offsets[bag + 1];
+    for (int64_t i = begin; i < end; ++i) out[i] /= static_cast<float>(end - begin);
+  }
+}
+
+int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
+                            const VectorsView& gradients, const StepOptions& step) {
+  const auto n = static_cast<int64_t>(keys.size());
+  const SlotList list(table.shared_from_this(), n);
+  {
+    std::shared_lock guard(table.lock());
+    table.RequireOpen();
+    const IndexView index = table.index();
+    ParallelFor((n + 4095) / 4096, [&](int64_t task) {
+      const int64_t end = std::min((task + 1) * 4096, n);
+      for (int64_t i = task * 4096; i < end; i += kProbeBlock) {
+        ActiveKernels().find(index, keys.data() + i, std::min(kProbeBlock, end - i),
+                             list.data() + i, ScoreUpdate::kKeep, 0, nullptr);
+      }
+    });
+  }
+  // Between the two locks the list keeps its rows where they are, or follows them.
+  GradientRequest request;
+  request.slots = &list;
+  request.gradients = gradients;
+  request.step = step;
+  ApplyGradients({&request, 1});
+  return std::count(list.data(), list.data() + n, kNoSlot);
+}
+
+}  // namespace embstore

@@ -1,0 +1,59 @@
+#include "embstore/kernels.h"
+
+#include <cstdlib>
+#include <string>
+
+namespace embstore {
+
+namespace plain {
+extern const Kernels kKernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+#endif
+
+namespace {
+
+const Kernels& Choose() {
+  const std::vector<const Kernels*> available = AvailableKernels();
+  const char* const wanted = std::getenv("EMBSTORE_ISA");
+  if (wanted == nullptr || *wanted == '\0') return *available.front();
+  std::string names;
+  for (const Kernels* kernels : available) {
+    if (std::string_view(wanted) == kernels->name) return *kernels;
+    names += (names.empty() ? "" : ", ") + std::string(kernels->name);
+  }
+  throw InvalidArgument("EMBSTORE_ISA should be one of those this machine runs (" + names +
+                        ") but is: " + wanted);
+}
+
+}  // namespace
+
+std::vector<const Kernels*> AvailableKernels() {
+  std::vector<const Kernels*> available;
+#if defined(__x86_64__)
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt") &&
+                        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512cd") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx512) available.push_back(&avx512::kKernels);
+  if (has_avx2) available.push_back(&avx2::kKernels);
+#endif
+  available.push_back(&plain::kKernels);
+  return available;
+}
+
+const Kernels& ActiveKernels() {
+  static const Kernels& active = Choose();
+  return active;
+}
+
+}  // namespace embstore

@@ -1,0 +1,520 @@
+// The hot loops for one instruction set. Compiled once for each, as EMBSTORE_ISA=plain, avx2 and
+// avx512, with -ffp-contract=off -fno-math-errno -Wno-psabi. All definitions sit in the
+// namespace of the instruction set or have internal linkage: a function shared with the other
+// builds could be taken by the linker from the wrong one, and trap on an older machine.
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "embstore/hash.h"
+#include "embstore/kernels.h"
+#include "probe.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace embstore {
+namespace EMBSTORE_ISA {
+namespace {
+
+#include "lanes.inc"
+#include "optimizers.inc"
+#include "probe.inc"
+
+constexpr int64_t kCacheLine = 64;
+
+EMBSTORE_INLINE void PrefetchBytes(const void* p, int64_t bytes) {
+  const char* const begin = static_cast<const char*>(p);
+  for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(begin + at);
+  // Rows need not start on a cache line.
+  __builtin_prefetch(begin + bytes - 1);
+}
+
+// Calls f with a null pointer to the element type.
+template <class F>
+EMBSTORE_INLINE void WithElement(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(static_cast<float*>(nullptr));
+    case DType::kFloat16:
+      return f(static_cast<Half*>(nullptr));
+    case DType::kBFloat16:
+      return f(static_cast<BFloat*>(nullptr));
+  }
+}
+
+template <class T>
+EMBSTORE_INLINE T* RowAt(const RowsView& rows, int64_t slot) {
+  return reinterpret_cast<T*>(rows.base + slot * rows.stride_bytes);
+}
+
+// Where the vector of occurrence i begins, in elements.
+EMBSTORE_INLINE int64_t OffsetOf(const VectorsView& v, int64_t i) {
+  if (v.bag_of == nullptr) return i * v.stride;
+  const int64_t bag = v.bag_of[i];
+  return v.positions ? v.positions[bag] : bag * v.stride;
+}
+
+template <class T>
+EMBSTORE_INLINE const T* VectorAt(const VectorsView& v, int64_t i) {
+  return static_cast<const T*>(v.base) + OffsetOf(v, i);
+}
+
+// kDim > 0 fixes the number of columns at compile time, and the copy becomes straight moves.
+template <int64_t kDim = 0, class T, class U>
+EMBSTORE_INLINE void Convert(const T* in, U* out, int64_t dim) {
+  if constexpr (kDim > 0) {
+#pragma GCC unroll 16
+    for (int64_t column = 0; column < kDim; column += kLanes)
+      Store(Load(in + column), out + column);
+  } else if constexpr (std::is_same_v<T, U>) {
+    // Bytes, not numbers: a NaN keeps its payload.
+    __builtin_memcpy(out, in, dim * sizeof(T));
+  } else {
+    ForBlocks(0, dim, [&](auto block) { block.Store8(block.Load8(in), out); });
+  }
+}
+
+// --- gather -----------------------------------------------------------------------------------
+
+// Far enough to cover a miss to memory, near enough that the rows still sit in L1 when read.
+constexpr int64_t kGatherAhead = 16;
+
+template <class T, class U, int64_t kDim>
+void GatherAs(const RowsView& rows, const Slot* slots, int64_t n, const float* extra, U* out,
+              int64_t out_stride) {
+  const int64_t dim = kDim > 0 ? kDim : rows.dim;
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kGatherAhead < n && slots[i + kGatherAhead] >= 0) {
+      PrefetchBytes(RowAt<T>(rows, slots[i + kGatherAhead]), row_bytes);
+    }
+    U* const target = out + i * out_stride;
+    if (slots[i] >= 0) [[likely]] {
+      Convert<kDim>(RowAt<const T>(rows, slots[i]), target, dim);
+    } else if (slots[i] == kNoSlot) {
+      __builtin_memset(target, 0, dim * sizeof(U));
+    } else {
+      Convert<kDim>(extra + ExtraIndex(slots[i]) * dim, target, dim);
+    }
+  }
+}
+
+void Gather(const RowsView& rows, const Slot* slots, int64_t n, const float* extra, void* out,
+            DType out_dtype, int64_t out_stride) {
+  WithElement(rows.dtype, [&](auto* row_element) {
+    using T = std::remove_pointer_t<decltype(row_element)>;
+    WithElement(out_dtype, [&](auto* out_element) {
+      using U = std::remove_pointer_t<decltype(out_element)>;
+      U* const typed = static_cast<U*>(out);
+      const auto run = [&](auto dim) {
+        GatherAs<T, U, dim.value>(rows, slots, n, extra, typed, out_stride);
+      };
+      if constexpr (std::is_same_v<T, float> && std::is_same_v<U, float>) {
+        switch (rows.dim) {
+          case 8:
+            return run(std::integral_constant<int64_t, 8>());
+          case 16:
+            return run(std::integral_constant<int64_t, 16>());
+          case 32:
+            return run(std::integral_constant<int64_t, 32>());
+          case 64:
+            return run(std::integral_constant<int64_t, 64>());
+          case 128:
+            return run(std::integral_constant<int64_t, 128>());
+        }
+      }
+      run(std::integral_constant<int64_t, 0>());
+    });
+  });
+}
+
+// --- pool -------------------------------------------------------------------------------------
+
+constexpr int64_t kPoolAhead = 8;
+
+struct Bag {
+  int64_t begin, end;
+  const float* weights;  // or nullptr
+  float divisor;         // 1, or the length of a mean
+
+  EMBSTORE_INLINE float Scale(int64_t i) const { return (weights ? weights[i] : 1.0f) / divisor; }
+};
+
+// Sums kBlocks blocks of eight columns of a bag in registers; out may be of any element type
+// because nothing is accumulated in it.
+template <int kBlocks, class T, class U, class Block>
+EMBSTORE_INLINE void PoolColumns(const RowsView& rows, const Slot* slots, const float* extra,
+                                 const Bag& bag, Block block, U* out) {
+  F8 sum[kBlocks] = {};
+  const auto add = [&](const auto* vector, float scale) {
+    Block at = block;
+#pragma GCC unroll 8
+    for (int b = 0; b < kBlocks; ++b, at.column += kLanes) sum[b] += scale * at.Load8(vector);
+  };
+  for (int64_t i = bag.begin; i < bag.end; ++i) {
+    const float scale = bag.Scale(i);
+    if (slots[i] >= 0) [[likely]] {
+      add(RowAt<const T>(rows, slots[i]), scale);
+    } else if (slots[i] != kNoSlot) {
+      add(extra + ExtraIndex(slots[i]) * rows.dim, scale);
+    }
+  }
+#pragma GCC unroll 8
+  for (int b = 0; b < kBlocks; ++b, block.column += kLanes) block.Store8(sum[b], out);
+}
+
+template <class T, class U>
+void PoolAs(const RowsView& rows, const Slot* slots, const float* extra, const int64_t* offsets,
+            const float* weights, bool mean, int64_t bag_begin, int64_t bag_end,
+            const VectorsView& out) {
+  const int64_t row_bytes = rows.dim * static_cast<int64_t>(sizeof(T));
+  const int64_t last = offsets[bag_end];
+  int64_t prefetched = offsets[bag_begin];
+  for (int64_t g = bag_begin; g < bag_end; ++g) {
+    const int64_t length = offsets[g + 1] - offsets[g];
+    const Bag bag{offsets[g], offsets[g + 1], weights, mean ? static_cast<float>(length) : 1.0f};
+    for (; prefetched < last && prefetched < bag.end + kPoolAhead; ++prefetched) {
+      if (slots[prefetched] >= 0) PrefetchBytes(RowAt<T>(rows, slots[prefetched]), row_bytes);
+    }
+    U* const target =
+        static_cast<U*>(out.base) + (out.positions ? out.positions[g] : g * out.stride);
+    int64_t column = 0;
+    for (; column + 8 * kLanes <= rows.dim; column += 8 * kLanes) {
+      PoolColumns<8, T>(rows, slots, extra, bag, WholeBlock{column}, target);
+    }
+    if (column + 4 * kLanes <= rows.dim) {
+      PoolColumns<4, T>(rows, slots, extra, bag, WholeBlock{column}, target);
+      column += 4 * kLanes;
+    }
+    ForBlocks(column, rows.dim,
+              [&](auto block) { PoolColumns<1, T>(rows, slots, extra, bag, block, target); });
+  }
+}
+
+void Pool(const RowsView& rows, const Slot* slots, const float* extra, const int64_t* offsets,
+          const float* weights, bool mean, int64_t bag_begin, int64_t bag_end,
+          const VectorsView& out) {
+  WithElement(rows.dtype, [&](auto* row_element) {
+    using T = std::remove_pointer_t<decltype(row_element)>;
+    WithElement(out.dtype, [&](auto* out_element) {
+      using U = std::remove_pointer_t<decltype(out_element)>;
+      PoolAs<T, U>(rows, slots, extra, offsets, weights, mean, bag_begin, bag_end, out);
+    });
+  });
+}
+
+// --- segment sum ------------------------------------------------------------------------------
+
+// Fetches gradients, and rows where a new slot begins, ahead of the occurrence that is worked on.
+class Lookahead {
+ public:
+  // A row of row_bytes == 0 is not fetched.
+  Lookahead(const Occurrence* sorted, int64_t n, const VectorsView& gradients, int64_t dim,
+            const RowsView* rows, int64_t row_bytes)
+      : sorted_(sorted),
+        n_(n),
+        gradients_(gradients),
+        element_bytes_(static_cast<int64_t>(SizeOf(gradients.dtype))),
+        vector_bytes_(dim * element_bytes_),
+        rows_(rows),
+        row_bytes_(row_bytes),
+        ahead_(DistanceFor(vector_bytes_ + row_bytes)) {}
+
+  // Call with the first occurrence that is not needed yet.
+  EMBSTORE_INLINE void Advance(int64_t position) {
+    const int64_t target = position + ahead_ < n_ ? position + ahead_ : n_;
+    for (; next_ < target; ++next_) {
+      const Occurrence& coming = sorted_[next_];
+      const char* const base = static_cast<const char*>(gradients_.base);
+      PrefetchBytes(base + OffsetOf(gradients_, coming.index) * element_bytes_, vector_bytes_);
+      if (row_bytes_ == 0 || (next_ > 0 && sorted_[next_ - 1].slot == coming.slot)) continue;
+      PrefetchBytes(rows_->base + coming.slot * rows_->stride_bytes, row_bytes_);
+    }
+  }
+
+ private:
+  // Keeps what is under way within a quarter of a 32 KB L1.
+  static int64_t DistanceFor(int64_t bytes) {
+    const int64_t distance = 8192 / (bytes > 0 ? bytes : 1);
+    return distance < 4 ? 4 : distance > 16 ? 16 : distance;
+  }
+
+  const Occurrence* sorted_;
+  int64_t n_;
+  const VectorsView& gradients_;
+  int64_t element_bytes_, vector_bytes_;
+  const RowsView* rows_;
+  int64_t row_bytes_;
+  int64_t ahead_;
+  int64_t next_ = 0;
+};
+
+// First position behind the group of equal slots that begins at i.
+EMBSTORE_INLINE int64_t GroupEnd(const Occurrence* sorted, int64_t i, int64_t n) {
+  int64_t end = i + 1;
+  while (end < n && sorted[end].slot == sorted[i].slot) ++end;
+  return end;
+}
+
+// sum = gradients of occurrences [begin, end), in that order. Four are added in one pass: a column
+// then waits for one store instead of four.
+template <class T, bool kScaled>
+void SumGroup(const Occurrence* sorted, int64_t begin, int64_t end, const VectorsView& gradients,
+              int64_t dim, float* sum, Lookahead& lookahead) {
+  const auto vector = [&](int64_t i) { return VectorAt<T>(gradients, sorted[i].index); };
+  const auto scale = [&](int64_t i) { return kScaled ? gradients.scale[sorted[i].index] : 1.0f; };
+  const auto term = [](auto block, const T* p, float factor) {
+    if constexpr (kScaled) return factor * block.Load8(p);
+    return block.Load8(p);
+  };
+  int64_t i = begin;
+  {
+    const T* const p = vector(i);
+    const float s = scale(i);
+    ForBlocks(0, dim, [&](auto block) { block.Store8(term(block, p, s), sum); });
+    ++i;
+  }
+  for (; i + 4 <= end; i += 4) {
+    lookahead.Advance(i + 4);
+    const T *const p0 = vector(i), *const p1 = vector(i + 1), *const p2 = vector(i + 2),
+                   *const p3 = vector(i + 3);
+    const float s0 = scale(i), s1 = scale(i + 1), s2 = scale(i + 2), s3 = scale(i + 3);
+    ForBlocks(0, dim, [&](auto block) {
+      F8 total = block.Load8(sum) + term(block, p0, s0);
+      total += term(block, p1, s1);
+      total += term(block, p2, s2);
+      total += term(block, p3, s3);
+      block.Store8(total, sum);
+    });
+  }
+  for (; i < end; ++i) {
+    const T* const p = vector(i);
+    const float s = scale(i);
+    ForBlocks(0, dim, [&](auto block) { block.Store8(block.Load8(sum) + term(block, p, s), sum); });
+  }
+  lookahead.Advance(end);
+}
+
+using SumGroupFunction = void (*)(const Occurrence*, int64_t, int64_t, const VectorsView&, int64_t,
+                                  float*, Lookahead&);
+
+SumGroupFunction SumGroupFor(const VectorsView& gradients) {
+  SumGroupFunction function = nullptr;
+  WithElement(gradients.dtype, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    function = gradients.scale ? SumGroup<T, true> : SumGroup<T, false>;
+  });
+  return function;
+}
+
+void Reduce(int64_t dim, const Occurrence* sorted, int64_t n, const VectorsView& gradients,
+            float* out) {
+  const SumGroupFunction sum_group = SumGroupFor(gradients);
+  Lookahead lookahead(sorted, n, gradients, dim, nullptr, 0);
+  for (int64_t i = 0; i < n; out += dim) {
+    const int64_t end = GroupEnd(sorted, i, n);
+    sum_group(sorted, i, end, gradients, dim, out, lookahead);
+    i = end;
+  }
+}
+
+// --- update -----------------------------------------------------------------------------------
+
+// What happens to a gradient before the rule sees it, and to the weights beside it.
+struct Conditioning {
+  explicit Conditioning(const StepOptions& o)
+      : clip_value(static_cast<float>(o.clip_value)), clip_norm(o.clip_norm) {
+    const bool decoupled = o.decoupled_weight_decay;
+    coupled_decay = static_cast<float>(decoupled ? 0.0 : o.weight_decay);
+    decoupled_decay = static_cast<float>(decoupled ? o.learning_rate * o.weight_decay : 0.0);
+  }
+
+  bool Clips() const { return clip_value > 0.0f || clip_norm > 0.0; }
+  bool Decays() const { return coupled_decay != 0.0f || decoupled_decay != 0.0f; }
+
+  // `out` may be `g`.
+  void Clip(const float* g, int64_t dim, float* out) const {
+    const F8 bound = F8{} + (clip_value > 0.0f ? clip_value : __builtin_inff());
+    ForBlocks(0, dim, [&](auto block) {
+      F8 v = block.Load8(g);
+      v = v > bound ? bound : v;
+      v = v < -bound ? -bound : v;
+      block.Store8(v, out);
+    });
+    if (clip_norm <= 0.0) return;
+    // In double: the squares of large gradients, which clipping is for, overflow float32.
+    D8 squares = {};
+    ForBlocks(0, dim, [&](auto block) {
+      const D8 v = __builtin_convertvector(block.Load8(out), D8);
+      squares += v * v;
+    });
+    const double norm = __builtin_sqrt(Total(squares));
+    if (norm <= clip_norm) return;
+    const float factor = static_cast<float>(clip_norm / norm);
+    ForBlocks(0, dim, [&](auto block) { block.Store8(factor * block.Load8(out), out); });
+  }
+
+  float clip_value, coupled_decay, decoupled_decay;
+  double clip_norm;
+};
+
+// One pass over the columns: embedding and states are read, moved and written together.
+template <class Rule, class T, bool kDecay>
+EMBSTORE_INLINE void UpdateRow(const Rule& rule, const Conditioning& conditioning, const float* g,
+                               int64_t dim, T* weights, float* state) {
+  const float coupled = conditioning.coupled_decay, decoupled = conditioning.decoupled_decay;
+  const auto gradient = [&](auto block, F8 w) {
+    const F8 v = block.Load8(g);
+    if constexpr (kDecay) return v + coupled * w;
+    return v;
+  };
+  const auto decay = [&](F8 w) { return kDecay ? decoupled * w : F8{}; };
+  if constexpr (Rule::kRowwise) {
+    const float squares = SumColumns(dim, [&](auto block) {
+      const F8 v = gradient(block, kDecay ? block.Load8(weights) : F8{});
+      return v * v;
+    });
+    const float factor = rule.Begin(squares / static_cast<float>(dim), state);
+    ForBlocks(0, dim, [&](auto block) {
+      const F8 w = block.Load8(weights);
+      block.Store8(rule.Update(gradient(block, w), w, decay(w), factor), weights);
+    });
+  } else {
+    constexpr size_t kCount = Rule::kStates.size();
+    ForBlocks(0, dim, [&](auto block) {
+      F8 s[kCount + 1];  // an array of 0 is not C++
+      for (size_t k = 0; k < kCount; ++k) s[k] = block.Load8(state + k * dim);
+      const F8 w = block.Load8(weights);
+      block.Store8(rule.Update(gradient(block, w), w, decay(w), s), weights);
+      for (size_t k = 0; k < kCount; ++k) block.Store8(s[k], state + k * dim);
+    });
+  }
+}
+
+template <class Rule, class T, bool kDecay>
+void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
+              const Occurrence* sorted, int64_t n, const VectorsView& gradients, float* scratch) {
+  const Rule rule(step);
+  const Conditioning conditioning(step);
+  const bool clips = conditioning.Clips();
+  // A gradient that needs no sum and no conversion is read where it lies.
+  const bool direct = gradients.dtype == DType::kFloat32 && gradients.scale == nullptr;
+  const SumGroupFunction sum_group = SumGroupFor(gradients);
+  Lookahead lookahead(sorted, n, gradients, rows.dim, &rows, row_bytes);
+  for (int64_t i = 0; i < n;) {
+    const int64_t end = GroupEnd(sorted, i, n);
+    const float* g = scratch;
+    if (direct && end == i + 1) {
+      g = VectorAt<float>(gradients, sorted[i].index);
+      lookahead.Advance(end);
+    } else {
+      sum_group(sorted, i, end, gradients, rows.dim, scratch, lookahead);
+    }
+    if (clips) {
+      conditioning.Clip(g, rows.dim, scratch);
+      g = scratch;
+    }
+    assert(sorted[i].slot <= static_cast<uint32_t>(INT32_MAX));
+    std::byte* const row = rows.base + sorted[i].slot * rows.stride_bytes;
+    UpdateRow<Rule, T, kDecay>(rule, conditioning, g, rows.dim, reinterpret_cast<T*>(row),
+                               reinterpret_cast<float*>(row + rows.state_offset_bytes));
+    i = end;
+  }
+}
+
+template <class Rule>
+int64_t RowBytes(const RowsView& rows) {
+  int64_t width = 0;
+  for (size_t k = 0; k < Rule::kStates.size(); ++k) width += Rule::kRowwise ? 1 : rows.dim;
+  const int64_t vector_bytes = rows.dim * static_cast<int64_t>(SizeOf(rows.dtype));
+  return width ? rows.state_offset_bytes + width * static_cast<int64_t>(sizeof(float))
+               : vector_bytes;
+}
+
+template <class Rule>
+void UpdateWith(const RowsView& rows, const StepOptions& step, const Occurrence* sorted, int64_t n,
+                const VectorsView& gradients, float* scratch) {
+  const bool decays = Conditioning(step).Decays();
+  const int64_t row_bytes = RowBytes<Rule>(rows);
+  WithElement(rows.dtype, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    const auto function = decays ? UpdateAs<Rule, T, true> : UpdateAs<Rule, T, false>;
+    function(rows, step, row_bytes, sorted, n, gradients, scratch);
+  });
+}
+
+void Update(const RowsView& rows, const OptimizerOptions& options, const StepOptions& step,
+            const Occurrence* sorted, int64_t n, const VectorsView& gradients, float* scratch) {
+  switch (options.kind) {
+#define EMBSTORE_CASE(kind, name) \
+  case OptimizerKind::k##kind:    \
+    return UpdateWith<kind>(rows, step, sorted, n, gradients, scratch);
+    EMBSTORE_OPTIMIZERS(EMBSTORE_CASE)
+#undef EMBSTORE_CASE
+  }
+}
+
+// --- dot, load and store ----------------------------------------------------------------------
+
+void Dot(const RowsView& rows, const Slot* slots, const float* extra, int64_t begin, int64_t end,
+         const VectorsView& gradients, float* out) {
+  WithElement(rows.dtype, [&](auto* row_element) {
+    using T = std::remove_pointer_t<decltype(row_element)>;
+    WithElement(gradients.dtype, [&](auto* gradient_element) {
+      using G = std::remove_pointer_t<decltype(gradient_element)>;
+      const int64_t row_bytes = rows.dim * static_cast<int64_t>(sizeof(T));
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kPoolAhead < end && slots[i + kPoolAhead] >= 0) {
+          PrefetchBytes(RowAt<T>(rows, slots[i + kPoolAhead]), row_bytes);
+        }
+        const G* const g = VectorAt<G>(gradients, i);
+        const auto product = [&](const auto* vector) {
+          return SumColumns(rows.dim,
+                            [&](auto block) { return block.Load8(g) * block.Load8(vector); });
+        };
+        if (slots[i] >= 0) [[likely]] {
+          out[i] = product(RowAt<const T>(rows, slots[i]));
+        } else {
+          out[i] = slots[i] == kNoSlot ? 0.0f : product(extra + ExtraIndex(slots[i]) * rows.dim);
+        }
+      }
+    });
+  });
+}
+
+void StoreVector(const float* in, int64_t dim, DType dtype, void* row) {
+  WithElement(dtype, [&](auto* element) { Convert(in, static_cast<decltype(element)>(row), dim); });
+}
+
+void LoadVector(const void* row, int64_t dim, DType dtype, float* out) {
+  WithElement(dtype, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    Convert(static_cast<const T*>(row), out, dim);
+  });
+}
+
+#define EMBSTORE_TEXT(name) #name
+#define EMBSTORE_NAME_OF(name) EMBSTORE_TEXT(name)
+
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = {EMBSTORE_NAME_OF(EMBSTORE_ISA),
+                          Find,
+                          Gather,
+                          Pool,
+                          Update,
+                          Reduce,
+                          Dot,
+                          StoreVector,
+                          LoadVector};
+
+}  // namespace EMBSTORE_ISA
+}  // namespace embstore

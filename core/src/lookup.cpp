@@ -1,0 +1,270 @@
+#include "embstore/lookup.h"
+
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+
+#include "embstore/parallel.h"
+
+namespace embstore {
+namespace {
+
+constexpr int64_t kKeysPerTask = 4096;
+
+// A share of one request: bags [first, last) if pooled, else keys [first, last).
+struct Piece {
+  int64_t first, last;
+  std::vector<uint32_t> missing;  // occurrences without a row, ascending
+};
+
+// One request while it is being answered.
+struct Work {
+  const LookupRequest* request;
+  Slot* slots;
+  Table::BatchScore score{ScoreUpdate::kKeep, 0};
+  std::vector<Piece> pieces;
+  std::vector<uint32_t> missing;  // of all pieces
+  std::vector<float> extra;       // vectors of keys that are not stored
+  int64_t refused = 0;
+
+  Work(const LookupRequest* from, Slot* to) : request(from), slots(to) {}
+
+  bool pooled() const { return request->pooling != Pooling::kNone; }
+  const float* extra_rows() const { return extra.empty() ? nullptr : extra.data(); }
+
+  void Split() {
+    const auto n = static_cast<int64_t>(request->keys.size());
+    if (!pooled()) {
+      for (int64_t i = 0; i < n; i += kKeysPerTask) {
+        pieces.push_back({i, std::min(i + kKeysPerTask, n), {}});
+      }
+      return;
+    }
+    // Bags by the number of their keys; empty bags count a little, for their zeros.
+    const auto bags = static_cast<int64_t>(request->offsets.size()) - 1;
+    for (int64_t first = 0, last; first < bags; first = last) {
+      for (last = first + 1; last < bags && request->offsets[static_cast<size_t>(last)] -
+                                                        request->offsets[static_cast<size_t>(first)] +
+                                                        (last - first) / 4 <
+                                                    kKeysPerTask;) {
+        ++last;
+      }
+      pieces.push_back({first, last, {}});
+    }
+  }
+
+  void FindBlock(int64_t begin, int64_t end, const RowsView& rows, std::vector<uint32_t>& missing_here) {
+    const Kernels& kernels = ActiveKernels();
+    const IndexView index = request->table->index();
+    for (int64_t i = begin; i < end; i += kProbeBlock) {
+      const int64_t m = std::min(kProbeBlock, end - i);
+      kernels.find(index, request->keys.data() + i, m, slots + i, score.update, score.score, &rows);
+      for (int64_t j = i; j < i + m; ++j) {
+        if (slots[j] == kNoSlot) missing_here.push_back(static_cast<uint32_t>(j));
+      }
+    }
+  }
+
+  // Vectors are written while the rows that the probe fetched are still in the nearest cache. Those
+  // of missing keys are written again once they have a row.
+  void Answer(Piece& piece) {
+    const RowsView rows = request->table->rows();
+    if (!pooled()) {
+      for (int64_t i = piece.first; i < piece.last; i += kProbeBlock) {
+        const int64_t end = std::min(i + kProbeBlock, piece.last);
+        FindBlock(i, end, rows, piece.missing);
+        Gather(rows, i, end);
+      }
+      return;
+    }
+    const std::span<const int64_t> offsets = request->offsets;
+    for (int64_t bag = piece.first, last; bag < piece.last; bag = last) {
+      last = bag + 1;
+      const int64_t begin = offsets[static_cast<size_t>(bag)];
+      while (last < piece.last && offsets[static_cast<size_t>(last + 1)] - begin <= kProbeBlock) {
+        ++last;
+      }
+      FindBlock(begin, offsets[static_cast<size_t>(last)], rows, piece.missing);
+      PoolBags(rows, bag, last);
+    }
+  }
+
+  void Gather(const RowsView& rows, int64_t begin, int64_t end) const {
+    const VectorsView& out = request->out;
+    auto* to = static_cast<std::byte*>(out.base) +
+               begin * out.stride * static_cast<int64_t>(SizeOf(out.dtype));
+    ActiveKernels().gather(rows, slots + begin, end - begin, extra_rows(), to, out.dtype, out.stride);
+  }
+
+  void PoolBags(const RowsView& rows, int64_t first, int64_t last) const {
+    ActiveKernels().pool(rows, slots, extra_rows(), request->offsets.data(), request->weights,
+                         request->pooling == Pooling::kMean, first, last, request->out);
+  }
+
+  void AnswerAgain(const Piece& piece) const {
+    const RowsView rows = request->table->rows();
+    if (!pooled()) {
+      for (uint32_t i : piece.missing) Gather(rows, i, i + 1);
+      return;
+    }
+    int64_t done = -1;
+    for (uint32_t i : piece.missing) {
+      if (static_cast<int64_t>(i) < done) continue;
+      const auto after = std::upper_bound(request->offsets.begin() + piece.first,
+                                          request->offsets.begin() + piece.last, int64_t{i});
+      const int64_t bag = after - request->offsets.begin() - 1;
+      PoolBags(rows, bag, bag + 1);
+      done = request->offsets[static_cast<size_t>(bag + 1)];
+    }
+  }
+
+  void CollectMissing() {
+    for (const Piece& piece : pieces) {
+      missing.insert(missing.end(), piece.missing.begin(), piece.missing.end());
+    }
+  }
+
+  void UseInitialValues() {
+    const auto dim = static_cast<size_t>(request->table->dim());
+    extra.resize(missing.size() * dim);
+    for (size_t j = 0; j < missing.size(); ++j) {
+      request->table->initializer().Fill(request->keys[missing[j]],
+                                         {extra.data() + j * dim, dim});
+      slots[missing[j]] = ExtraRow(static_cast<int64_t>(j));
+    }
+  }
+};
+
+void Validate(std::span<const LookupRequest> requests) {
+  constexpr size_t kMaxKeys = size_t{1} << 32;
+  std::vector<const Table*> tables;
+  for (const LookupRequest& request : requests) {
+    if (request.keys.size() >= kMaxKeys) {
+      throw InvalidArgument("keys should be fewer than 2^32 in a call but are: " +
+                            std::to_string(request.keys.size()));
+    }
+    if (request.pooling != Pooling::kNone) {
+      ValidateOffsets(request.offsets, static_cast<int64_t>(request.keys.size()));
+    }
+    tables.push_back(request.table.get());
+  }
+  std::sort(tables.begin(), tables.end());
+  const auto twice = std::adjacent_find(tables.begin(), tables.end());
+  if (twice != tables.end()) {
+    throw InvalidArgument("requests should name each table once but '" +
+                          (*twice)->options().name + "' is there twice");
+  }
+}
+
+// Locks of all tables, taken in the order of their addresses so that two calls cannot wait for each
+// other.
+template <typename Guard>
+std::vector<Guard> LockAll(std::span<const LookupRequest> requests) {
+  std::vector<const Table*> tables;
+  for (const LookupRequest& request : requests) tables.push_back(request.table.get());
+  std::sort(tables.begin(), tables.end());
+  std::vector<Guard> guards;
+  for (const Table* table : tables) guards.emplace_back(table->lock());
+  for (const Table* table : tables) table->RequireOpen();
+  return guards;
+}
+
+void InsertAll(std::vector<Work>& works) {
+  std::vector<Work*> busy;
+  for (Work& work : works) {
+    if (!work.missing.empty()) busy.push_back(&work);
+  }
+  const auto insert = [](Work& work) {
+    work.refused = work.request->table->InsertMissing(work.request->keys.data(), work.slots,
+                                                      work.missing, work.score.score);
+  };
+  // Many tables share the threads between them, few share them inside.
+  if (static_cast<int>(busy.size()) >= NumThreads()) {
+    ParallelFor(static_cast<int64_t>(busy.size()),
+                [&](int64_t i) { insert(*busy[static_cast<size_t>(i)]); });
+  } else {
+    for (Work* work : busy) insert(*work);
+  }
+}
+
+void Run(std::vector<Work>& works, Access access) {
+  std::vector<std::pair<Work*, Piece*>> tasks;
+  for (Work& work : works) {
+    work.Split();
+    for (Piece& piece : work.pieces) tasks.emplace_back(&work, &piece);
+  }
+  ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
+    auto& [work, piece] = tasks[static_cast<size_t>(task)];
+    work->Answer(*piece);
+  });
+  bool again = false;
+  for (Work& work : works) {
+    work.CollectMissing();
+    if (access == Access::kReadInitial) work.UseInitialValues();
+    if (access == Access::kTrain) {
+      work.request->table->CountHits(
+          static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
+    }
+    again |= !work.missing.empty();
+  }
+  if (!again || access == Access::kReadZero) return;  // zeros are already there
+  if (access == Access::kTrain) InsertAll(works);
+  ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
+    auto& [work, piece] = tasks[static_cast<size_t>(task)];
+    if (!piece->missing.empty()) work->AnswerAgain(*piece);
+  });
+}
+
+}  // namespace
+
+void ValidateOffsets(std::span<const int64_t> offsets, int64_t n) {
+  if (offsets.empty()) throw InvalidArgument("offsets should have at least one element but has: 0");
+  if (offsets.front() != 0) {
+    throw InvalidArgument("offsets should begin with 0 but offsets[0] is: " +
+                          std::to_string(offsets.front()));
+  }
+  for (size_t i = 1; i < offsets.size(); ++i) {
+    if (offsets[i] < offsets[i - 1]) {
+      throw InvalidArgument("offsets should not descend but offsets[" + std::to_string(i) +
+                            "] is: " + std::to_string(offsets[i]) + " after " +
+                            std::to_string(offsets[i - 1]));
+    }
+  }
+  if (offsets.back() != n) {
+    throw InvalidArgument("offsets should end with the number of keys (" + std::to_string(n) +
+                          ") but ends with: " + std::to_string(offsets.back()));
+  }
+}
+
+std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access access) {
+  Validate(requests);
+  std::vector<LookupResult> results(requests.size());
+  std::vector<Work> works;
+  if (access != Access::kTrain) {
+    const auto guards = LockAll<std::shared_lock<RwLock>>(requests);
+    std::vector<PooledBuffer> buffers;
+    for (const LookupRequest& request : requests) {
+      buffers.emplace_back(request.keys.size() * sizeof(Slot));
+      works.emplace_back(&request, buffers.back().as<Slot>());
+    }
+    Run(works, access);
+    return results;
+  }
+  for (size_t i = 0; i < requests.size(); ++i) {
+    results[i].slots = std::make_unique<SlotList>(
+        requests[i].table, static_cast<int64_t>(requests[i].keys.size()));
+  }
+  const auto guards = LockAll<std::unique_lock<RwLock>>(requests);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    works.emplace_back(&requests[i], results[i].slots->data());
+  }
+  for (const Work& work : works) work.request->table->RequireScore();
+  for (Work& work : works) work.score = work.request->table->NextBatchScore();
+  Run(works, access);
+  for (size_t i = 0; i < works.size(); ++i) results[i].refused = works[i].refused;
+  return results;
+}
+
+}  // namespace embstore

@@ -1,0 +1,196 @@
+#include "embstore/memory.h"
+
+#include <sys/mman.h>
+
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "embstore/types.h"
+
+namespace embstore {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+[[noreturn]] void ThrowOutOfMemory(size_t bytes) {
+  throw OutOfMemory("the system refused a mapping of " + std::to_string(bytes) + " bytes");
+}
+
+// An address range of `bytes`, aligned to huge pages when it can hold one, with no memory behind it.
+std::byte* ReserveAddresses(size_t bytes) {
+  const size_t slack = bytes >= kHugePage ? kHugePage : 0;
+  void* raw = mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
+  if (raw == MAP_FAILED) return nullptr;
+  auto begin = reinterpret_cast<uintptr_t>(raw);
+  const uintptr_t aligned = slack ? RoundUp(begin, kHugePage) : begin;
+  if (aligned > begin) munmap(raw, aligned - begin);
+  const uintptr_t end = begin + bytes + slack;
+  if (end > aligned + bytes) munmap(reinterpret_cast<void*>(aligned + bytes), end - aligned - bytes);
+  return reinterpret_cast<std::byte*>(aligned);
+}
+
+void AskForHugePages(void* data, size_t bytes) {
+  // A hint: where it is refused the table is slower, not wrong.
+  if (bytes >= kHugePage) (void)madvise(data, bytes, MADV_HUGEPAGE);
+}
+
+// MemAvailable of the machine, lowered to what the cgroup still allows.
+size_t AvailableMemory() {
+  size_t available = SIZE_MAX;
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string line; std::getline(meminfo, line);) {
+    unsigned long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1) {
+      available = static_cast<size_t>(kib) << 10;
+      break;
+    }
+  }
+  size_t limit = 0, used = 0;
+  std::ifstream max_file("/sys/fs/cgroup/memory.max"), now_file("/sys/fs/cgroup/memory.current");
+  if (max_file >> limit && now_file >> used) {
+    available = std::min(available, limit > used ? limit - used : size_t{0});
+  }
+  return available;
+}
+
+}  // namespace
+
+void RequireAvailableMemory(size_t bytes, const std::string& purpose) {
+  constexpr size_t kTooSmallToAsk = size_t{64} << 20;  // reading /proc costs more than it saves
+  if (bytes < kTooSmallToAsk) return;
+  const size_t available = AvailableMemory();
+  if (bytes > available) {
+    throw OutOfMemory(purpose + " needs " + std::to_string(bytes) + " more bytes but only " +
+                      std::to_string(available) + " are available");
+  }
+}
+
+HugeBuffer::HugeBuffer(size_t bytes) { Grow(bytes); }
+
+HugeBuffer::~HugeBuffer() {
+  if (data_) munmap(data_, size_);
+}
+
+HugeBuffer::HugeBuffer(HugeBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+void HugeBuffer::Grow(size_t bytes) {
+  bytes = RoundUp(std::max(bytes, kPage), bytes >= kHugePage ? kHugePage : kPage);
+  if (bytes <= size_) return;
+  std::byte* target = ReserveAddresses(bytes);
+  if (!target) ThrowOutOfMemory(bytes);
+  void* got = data_ ? mremap(data_, size_, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target)
+                    : mmap(target, bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (got == MAP_FAILED) {
+    munmap(target, bytes);
+    ThrowOutOfMemory(bytes);
+  }
+  data_ = target;
+  size_ = bytes;
+  AskForHugePages(data_, size_);
+}
+
+void HugeBuffer::Clear() {
+  if (data_) (void)madvise(data_, size_, MADV_DONTNEED);
+}
+
+namespace {
+
+// Blocks of the same size class are used again, the latest first (its pages are warmest).
+class Pool {
+ public:
+  // Never destroyed: buffers held by Python objects may outlive static destruction.
+  static Pool& Global() {
+    static Pool* pool = new Pool;
+    return *pool;
+  }
+
+  // Classes of an eighth of a power of two waste at most 12 %.
+  static size_t ClassOf(size_t bytes) {
+    bytes = std::max(bytes, size_t{256});
+    const size_t step = std::max(std::bit_floor(bytes) / 8, size_t{64});
+    return RoundUp(bytes, step);
+  }
+
+  void* Take(size_t bytes) {
+    {
+      std::lock_guard lock(mutex_);
+      auto& free = free_[bytes];
+      if (!free.empty()) {
+        void* data = free.back();
+        free.pop_back();
+        idle_bytes_ -= bytes;
+        return data;
+      }
+    }
+    const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
+    void* data = std::aligned_alloc(alignment, RoundUp(bytes, alignment));
+    if (!data) ThrowOutOfMemory(bytes);
+    AskForHugePages(data, RoundUp(bytes, alignment));
+    return data;
+  }
+
+  void Give(void* data, size_t bytes) {
+    {
+      std::lock_guard lock(mutex_);
+      if (idle_bytes_ + bytes <= kMaxIdlePoolBytes) {
+        free_[bytes].push_back(data);
+        idle_bytes_ += bytes;
+        return;
+      }
+    }
+    std::free(data);
+  }
+
+  size_t idle_bytes() {
+    std::lock_guard lock(mutex_);
+    return idle_bytes_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<size_t, std::vector<void*>> free_;
+  size_t idle_bytes_ = 0;
+};
+
+}  // namespace
+
+PooledBuffer::PooledBuffer(size_t bytes) : size_(Pool::ClassOf(bytes)) {
+  data_ = Pool::Global().Take(size_);
+}
+
+PooledBuffer::~PooledBuffer() {
+  if (data_) Pool::Global().Give(data_, size_);
+}
+
+PooledBuffer::PooledBuffer(PooledBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+PooledBuffer& PooledBuffer::operator=(PooledBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+size_t IdlePoolBytes() { return Pool::Global().idle_bytes(); }
+
+}  // namespace embstore

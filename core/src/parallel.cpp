@@ -1,0 +1,198 @@
+#include "embstore/parallel.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "embstore/types.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace embstore {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+// A step is many short phases; a worker that slept between them would cost a wake-up each time.
+constexpr int kSpinsBeforeSleep = 1500;
+
+void Pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+int ThreadsFromEnvironment(const char* name) {
+  const char* text = std::getenv(name);
+  if (!text) return 0;
+  const long value = std::strtol(text, nullptr, 10);
+  return value >= 1 && value <= kMaxThreads ? static_cast<int>(value) : 0;
+}
+
+int DefaultThreads() {
+  for (const char* name : {"EMBSTORE_NUM_THREADS", "OMP_NUM_THREADS"}) {
+    if (int threads = ThreadsFromEnvironment(name)) return threads;
+  }
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return 1;
+}
+
+std::atomic<int>& ThreadCount() {
+  static std::atomic<int> count{DefaultThreads()};
+  return count;
+}
+
+thread_local bool t_inside_pool = false;
+
+// Work is published by raising `generation_`; workers take task numbers from `next_`.
+class Pool {
+ public:
+  void Run(int64_t tasks, internal::TaskFunction function, void* context, int helpers) {
+    StartWorkers(helpers);
+    function_ = function;
+    context_ = context;
+    tasks_ = tasks;
+    next_.store(0, std::memory_order_relaxed);
+    running_.store(helpers, std::memory_order_relaxed);
+    // From here a late worker of the previous call may already join; what it reads is above.
+    invited_.store(helpers, std::memory_order_release);
+    {
+      std::lock_guard lock(mutex_);
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    Work();
+    while (running_.load(std::memory_order_acquire) > 0) Pause();
+    std::exception_ptr error;
+    std::swap(error, error_);
+    if (error) std::rethrow_exception(error);
+  }
+
+  std::mutex& busy() { return busy_; }
+
+ private:
+  void StartWorkers(int helpers) {
+    while (static_cast<int>(workers_) < helpers) {
+      const uint64_t seen = generation_.load(std::memory_order_relaxed);
+      std::thread([this, seen] { WorkerLoop(seen); }).detach();
+      ++workers_;
+    }
+  }
+
+  void WorkerLoop(uint64_t seen) {
+    t_inside_pool = true;
+    for (;;) {
+      int spins = 0;
+      while (generation_.load(std::memory_order_acquire) == seen) {
+        if (++spins < kSpinsBeforeSleep) {
+          Pause();
+        } else {
+          std::unique_lock lock(mutex_);
+          wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
+        }
+      }
+      seen = generation_.load(std::memory_order_acquire);
+      // Fewer workers than exist may be asked for; the others go back to waiting.
+      if (invited_.fetch_sub(1, std::memory_order_acq_rel) <= 0) continue;
+      Work();
+      running_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void Work() {
+    for (;;) {
+      const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+      if (task >= tasks_) return;
+      try {
+        function_(context_, task);
+      } catch (...) {
+        std::lock_guard lock(mutex_);
+        if (!error_) error_ = std::current_exception();
+      }
+    }
+  }
+
+  std::mutex busy_;  // held by the call that uses the pool
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int64_t> next_{0};
+  std::atomic<int> invited_{0};
+  std::atomic<int> running_{0};
+  internal::TaskFunction function_ = nullptr;
+  void* context_ = nullptr;
+  int64_t tasks_ = 0;
+  std::exception_ptr error_;
+  int workers_ = 0;
+};
+
+std::atomic<Pool*> g_pool{nullptr};
+
+// Threads do not survive fork(), and their mutexes may be held: the child leaves the old pool alone.
+void ForgetPoolInChild() {
+  g_pool.store(nullptr, std::memory_order_relaxed);
+  t_inside_pool = false;
+}
+
+Pool& CurrentPool() {
+  static const int registered = pthread_atfork(nullptr, nullptr, ForgetPoolInChild);
+  (void)registered;
+  Pool* pool = g_pool.load(std::memory_order_acquire);
+  if (!pool) {
+    Pool* fresh = new Pool;  // never destroyed: detached workers use it until the process ends
+    if (g_pool.compare_exchange_strong(pool, fresh)) return *fresh;
+    delete fresh;
+  }
+  return *pool;
+}
+
+}  // namespace
+
+void SetNumThreads(int threads) {
+  if (threads < 1 || threads > kMaxThreads) {
+    throw InvalidArgument("threads should be between 1 and 1024 but is: " +
+                          std::to_string(threads));
+  }
+  ThreadCount().store(threads, std::memory_order_relaxed);
+}
+
+int NumThreads() { return ThreadCount().load(std::memory_order_relaxed); }
+
+void internal::RunTasks(int64_t tasks, TaskFunction function, void* context) {
+  const int helpers = static_cast<int>(std::min<int64_t>(NumThreads(), tasks)) - 1;
+  if (helpers > 0 && !t_inside_pool) {
+    Pool& pool = CurrentPool();
+    std::unique_lock lock(pool.busy(), std::try_to_lock);
+    if (lock.owns_lock()) {
+      t_inside_pool = true;  // a task that calls ParallelFor again runs it alone
+      struct Leave {
+        ~Leave() { t_inside_pool = false; }
+      } leave;
+      pool.Run(tasks, function, context, helpers);
+      return;
+    }
+  }
+  std::exception_ptr error;
+  for (int64_t task = 0; task < tasks; ++task) {
+    try {
+      function(context, task);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace embstore

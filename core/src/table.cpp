@@ -1,0 +1,395 @@
+#include "embstore/table.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+
+#include "embstore/parallel.h"
+
+namespace embstore {
+namespace {
+
+constexpr int64_t kRowAlignment = 16;
+constexpr int64_t kMaxDim = 1 << 16;
+
+int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+uint64_t NowNanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000ULL + static_cast<uint64_t>(now.tv_nsec);
+}
+
+const TableOptions& Validated(const TableOptions& options) {
+  if (options.dim < 1 || options.dim > kMaxDim) {
+    throw InvalidArgument("dim should be between 1 and " + std::to_string(kMaxDim) +
+                          " but is: " + std::to_string(options.dim));
+  }
+  if (options.eviction_log_capacity < 1) {
+    throw InvalidArgument("eviction_log_capacity should be at least 1 but is: " +
+                          std::to_string(options.eviction_log_capacity));
+  }
+  Validate(options.initializer);
+  Validate(options.optimizer);
+  return options;
+}
+
+}  // namespace
+
+SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
+    : table_(std::move(table)), buffer_(static_cast<size_t>(n) * sizeof(Slot)), n_(n) {
+  std::fill_n(data(), n, kNoSlot);
+  std::lock_guard guard(table_->lists_mutex_);
+  table_->lists_.push_back(this);
+}
+
+SlotList::~SlotList() {
+  std::lock_guard guard(table_->lists_mutex_);
+  std::erase(table_->lists_, this);
+}
+
+std::shared_ptr<Table> Table::Create(const TableOptions& options) {
+  return std::shared_ptr<Table>(new Table(Validated(options)));
+}
+
+Table::Table(const TableOptions& options)
+    : options_(options),
+      state_width_(StateWidth(options.optimizer, options.dim)),
+      state_offset_(RoundUp(options.dim * static_cast<int64_t>(SizeOf(options.dtype)), 4)),
+      row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
+      initializer_(options.initializer, options.seed, options.name) {
+  index_.emplace(options.index);
+  const auto row_bytes = static_cast<size_t>(index_->capacity() * row_stride_);
+  RequireAvailableMemory(index_->bytes() + row_bytes,
+                         "table '" + options.name + "' with " +
+                             std::to_string(index_->capacity()) + " rows");
+  rows_ = HugeBuffer(row_bytes);
+}
+
+void Table::RequireOpen() const {
+  if (!index_) throw InvalidState("table '" + options_.name + "' is closed");
+}
+
+void Table::Close() {
+  std::unique_lock guard(lock_);
+  index_.reset();
+  rows_ = HugeBuffer();
+  stamps_ = {};
+}
+
+RowsView Table::rows() const {
+  return {rows_.data(), row_stride_, options_.dim, options_.dtype, state_offset_};
+}
+
+std::byte* Table::row(Slot slot) const { return rows_.data() + slot * row_stride_; }
+
+float* Table::state(Slot slot) const {
+  return reinterpret_cast<float*>(row(slot) + state_offset_);
+}
+
+TableStats Table::stats() const {
+  std::shared_lock guard(lock_);
+  TableStats stats = stats_;
+  if (index_) {
+    stats.size = index_->size();
+    stats.capacity = index_->capacity();
+    stats.max_capacity = index_->max_capacity();
+    stats.bytes = static_cast<int64_t>(index_->bytes() + rows_.size());
+  }
+  return stats;
+}
+
+int64_t Table::size() const {
+  std::shared_lock guard(lock_);
+  RequireOpen();
+  return index_->size();
+}
+
+int64_t Table::capacity() const {
+  std::shared_lock guard(lock_);
+  RequireOpen();
+  return index_->capacity();
+}
+
+uint64_t Table::current_score() {
+  std::unique_lock guard(lock_);
+  switch (options_.score_strategy) {
+    case ScoreStrategy::kTimestamp:
+    case ScoreStrategy::kNoEviction: {
+      const uint64_t score = std::max(last_timestamp_ + 1, NowNanoseconds());
+      last_timestamp_ = score - 1;  // so that a later batch cannot fall below what was shown
+      return score;
+    }
+    case ScoreStrategy::kStep:
+      return step_;
+    case ScoreStrategy::kCustomized:
+      return custom_score_;
+    case ScoreStrategy::kLfu:
+      return 0;
+  }
+  return 0;
+}
+
+void Table::set_custom_score(uint64_t score) {
+  std::unique_lock guard(lock_);
+  if (options_.score_strategy != ScoreStrategy::kCustomized) {
+    throw InvalidArgument("score should be set only on a table whose strategy is customized, and '" +
+                          options_.name + "' has another");
+  }
+  if (score == 0) throw InvalidArgument("score should be at least 1 but is: 0");
+  custom_score_ = score;
+}
+
+void Table::set_step(uint64_t step) {
+  std::unique_lock guard(lock_);
+  if (options_.score_strategy != ScoreStrategy::kStep) {
+    throw InvalidArgument("step should be set only on a table whose strategy is step, and '" +
+                          options_.name + "' has another");
+  }
+  if (step == 0) throw InvalidArgument("step should be at least 1 but is: 0");
+  step_ = step;
+}
+
+void Table::RequireScore() const {
+  if (options_.score_strategy == ScoreStrategy::kCustomized && custom_score_ == 0) {
+    throw InvalidState("score of table '" + options_.name +
+                       "' should be set before its first training batch");
+  }
+}
+
+Table::BatchScore Table::NextBatchScore() {
+  switch (options_.score_strategy) {
+    case ScoreStrategy::kTimestamp:
+    case ScoreStrategy::kNoEviction:
+      last_timestamp_ = std::max(last_timestamp_ + 1, NowNanoseconds());
+      return {ScoreUpdate::kSet, last_timestamp_};
+    case ScoreStrategy::kStep:
+      return {ScoreUpdate::kSet, step_++};
+    case ScoreStrategy::kCustomized:
+      RequireScore();
+      return {ScoreUpdate::kSet, custom_score_};
+    case ScoreStrategy::kLfu:
+      break;
+  }
+  return {ScoreUpdate::kCount, 1};
+}
+
+void Table::Grow() {
+  const size_t more = index_->bytes_to_grow() + rows_.size();
+  RequireAvailableMemory(more, "growing table '" + options_.name + "' to " +
+                                   std::to_string(2 * index_->capacity()) + " rows");
+  const int64_t old_capacity = index_->capacity();
+  rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
+  index_->Grow([this](Slot from, Slot to) {
+    std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
+  });
+  ++layout_;
+  std::lock_guard guard(lists_mutex_);
+  for (SlotList* list : lists_) {
+    for (Slot *slot = list->data(), *end = slot + list->size(); slot != end; ++slot) {
+      // A pinned row is always used, so a free slot says that it moved: see KeyIndex::Grow.
+      if (*slot >= 0 && !index_->IsUsed(*slot)) *slot = static_cast<Slot>(*slot + old_capacity);
+    }
+  }
+}
+
+void Table::GrowFor(const int64_t* keys, std::span<const uint32_t> missing) {
+  const auto limit = [&] {
+    return static_cast<int64_t>(index_->max_load_factor() *
+                                static_cast<double>(index_->capacity()));
+  };
+  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit()) return;
+  std::vector<int64_t> distinct;
+  distinct.reserve(missing.size());
+  for (uint32_t i : missing) distinct.push_back(keys[i]);
+  std::sort(distinct.begin(), distinct.end());
+  const auto count = std::unique(distinct.begin(), distinct.end()) - distinct.begin();
+  while (index_->CanGrow() && index_->size() + count > limit()) Grow();
+}
+
+void Table::Reserve(int64_t rows) {
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  if (rows < 0 || rows > index_->max_capacity()) {
+    throw InvalidArgument("rows should be between 0 and max_capacity (" +
+                          std::to_string(index_->max_capacity()) +
+                          ") but is: " + std::to_string(rows));
+  }
+  while (index_->CanGrow() && static_cast<double>(rows) > index_->max_load_factor() *
+                                                              static_cast<double>(index_->capacity())) {
+    Grow();
+  }
+}
+
+void Table::NextStamp() {
+  stamps_.resize(static_cast<size_t>(index_->capacity()), 0);
+  if (++stamp_ == 0) {
+    std::fill(stamps_.begin(), stamps_.end(), uint8_t{0});
+    stamp_ = 1;
+  }
+}
+
+void Table::StampPinned() {
+  NextStamp();
+  std::lock_guard guard(lists_mutex_);
+  for (const SlotList* list : lists_) {
+    constexpr int64_t kSlotsPerTask = 8192;
+    ParallelFor((list->size() + kSlotsPerTask - 1) / kSlotsPerTask, [&](int64_t task) {
+      const int64_t begin = task * kSlotsPerTask;
+      const int64_t end = std::min(begin + kSlotsPerTask, list->size());
+      for (int64_t i = begin; i < end; ++i) {
+        const Slot slot = list->data()[i];
+        if (slot < 0) continue;
+        // Several threads may stamp the same slot, always with the same value.
+        std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(slot)])
+            .store(stamp_, std::memory_order_relaxed);
+      }
+    });
+  }
+}
+
+struct Table::InsertPass {
+  std::vector<uint32_t> inserted;  // occurrences whose key is new, one for each key
+  std::vector<uint32_t> blocked;   // occurrences whose bucket is full
+  std::vector<Evicted> evicted;
+
+  void Append(const InsertPass& part) {
+    inserted.insert(inserted.end(), part.inserted.begin(), part.inserted.end());
+    blocked.insert(blocked.end(), part.blocked.begin(), part.blocked.end());
+    evicted.insert(evicted.end(), part.evicted.begin(), part.evicted.end());
+  }
+};
+
+// Threads share the work by bucket, so that the keys of one bucket come in the order of the batch
+// whatever the number of threads.
+Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
+                                std::span<const uint32_t> missing, uint64_t score, bool evict) {
+  constexpr size_t kWorthSharing = 256;
+  const int64_t parts = missing.size() < kWorthSharing ? 1 : NumThreads();
+  std::vector<InsertPass> passes(static_cast<size_t>(parts));
+  const bool counts = counts_occurrences();
+  ParallelFor(parts, [&](int64_t part) {
+    InsertPass& pass = passes[static_cast<size_t>(part)];
+    for (uint32_t i : missing) {
+      const int64_t key = keys[i];
+      const int64_t bucket = index_->BucketOf(key);
+      if (parts > 1 && bucket % parts != part) continue;
+      Slot slot = index_->Find(key);  // an earlier occurrence may have inserted it
+      if (slot != kNoSlot) {
+        if (counts) index_->set_score(slot, index_->entry(slot).score + 1);
+        slots[i] = slot;
+        continue;
+      }
+      if (!evict) {
+        slot = index_->InsertIfRoom(key, score);
+      } else {
+        slot = index_->Victim(bucket, [&](Slot s) { return IsStamped(s); });
+        if (slot != kNoSlot) {
+          const IndexEntry& victim = index_->entry(slot);
+          pass.evicted.push_back({victim.key, victim.score, slot});
+          index_->Replace(slot, key, score);
+          Stamp(slot);
+        }
+      }
+      slots[i] = slot;
+      (slot == kNoSlot ? pass.blocked : pass.inserted).push_back(i);
+    }
+  });
+  for (int64_t part = 1; part < parts; ++part) passes[0].Append(passes[static_cast<size_t>(part)]);
+  return std::move(passes[0]);
+}
+
+int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                             uint64_t score) {
+  if (missing.empty()) return 0;
+  GrowFor(keys, missing);
+  InsertPass done = Insert(keys, slots, missing, score, /*evict=*/false);
+  const auto count_inserted = [&](size_t keys_inserted) {
+    index_->AddSize(static_cast<int64_t>(keys_inserted));
+    stats_.inserts += static_cast<int64_t>(keys_inserted);
+  };
+  count_inserted(done.inserted.size());
+  std::vector<uint32_t> blocked = std::move(done.blocked);
+  const auto finish_rows = [&] {
+    constexpr int64_t kRowsPerTask = 512;
+    const auto rows = static_cast<int64_t>(done.inserted.size());
+    ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+      const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
+      for (int64_t j = task * kRowsPerTask; j < end; ++j) {
+        const uint32_t i = done.inserted[static_cast<size_t>(j)];
+        InitRow(slots[i], keys[i]);
+      }
+    });
+    done.inserted.clear();
+  };
+  // A full bucket of a table that may grow: double until there is room.
+  while (!blocked.empty() && index_->CanGrow()) {
+    finish_rows();  // growing may fail, and rows that have a key must be whole by then
+    Grow();
+    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
+    count_inserted(more.inserted.size());
+    blocked = std::move(more.blocked);
+    done.inserted = std::move(more.inserted);
+  }
+  if (!blocked.empty() && options_.score_strategy != ScoreStrategy::kNoEviction) {
+    std::sort(blocked.begin(), blocked.end());
+    StampPinned();
+    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/true);
+    LogEvictions(more.evicted);
+    stats_.inserts += static_cast<int64_t>(more.inserted.size());
+    done.inserted.insert(done.inserted.end(), more.inserted.begin(), more.inserted.end());
+    blocked = std::move(more.blocked);
+  }
+  finish_rows();
+  if (blocked.empty()) return 0;
+  std::vector<int64_t> refused;
+  for (uint32_t i : blocked) refused.push_back(keys[i]);
+  std::sort(refused.begin(), refused.end());
+  const auto distinct = std::unique(refused.begin(), refused.end()) - refused.begin();
+  stats_.refusals += distinct;
+  return distinct;
+}
+
+void Table::InitRow(Slot slot, int64_t key) {
+  if (options_.dtype == DType::kFloat32) {
+    initializer_.Fill(key, {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
+  } else {
+    thread_local std::vector<float> vector;
+    vector.resize(static_cast<size_t>(options_.dim));
+    initializer_.Fill(key, vector);
+    ActiveKernels().store_vector(vector.data(), options_.dim, options_.dtype, row(slot));
+  }
+  InitState(options_.optimizer, options_.dim, state(slot));
+}
+
+void Table::LogEvictions(std::span<const Evicted> evicted) {
+  stats_.evictions += static_cast<int64_t>(evicted.size());
+  if (options_.eviction_log == EvictionLog::kOff) return;
+  const bool with_rows = options_.eviction_log == EvictionLog::kRows;
+  const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
+  for (const Evicted& gone : evicted) {
+    log_.keys.push_back(gone.key);
+    log_.scores.push_back(gone.score);
+    if (!with_rows) continue;
+    log_.values.resize(log_.values.size() + dim);
+    ActiveKernels().load_vector(row(gone.slot), options_.dim, options_.dtype,
+                                &log_.values[log_.values.size() - dim]);
+    log_.states.insert(log_.states.end(), state(gone.slot), state(gone.slot) + width);
+  }
+  const auto capacity = static_cast<size_t>(options_.eviction_log_capacity);
+  if (log_.keys.size() <= capacity) return;
+  const auto drop = static_cast<std::ptrdiff_t>(log_.keys.size() - capacity);
+  log_.keys.erase(log_.keys.begin(), log_.keys.begin() + drop);
+  log_.scores.erase(log_.scores.begin(), log_.scores.begin() + drop);
+  if (with_rows) {
+    log_.values.erase(log_.values.begin(), log_.values.begin() + drop * options_.dim);
+    log_.states.erase(log_.states.begin(), log_.states.begin() + drop * state_width_);
+  }
+  stats_.log_dropped += drop;
+}
+
+}  // namespace embstore

@@ -1,0 +1,78 @@
+"""embstore keeps trainable vectors for an unbounded set of int64 ids.
+
+`Table` needs numpy alone; the modules (`Embedding`, `EmbeddingBag`, `EmbeddingCollection`,
+`EmbeddingBagCollection`) need torch, which is imported when one of them is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from embstore._core import get_num_threads, isa, set_num_threads
+from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
+from embstore.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Ftrl,
+    Optimizer,
+    RowwiseAdagrad,
+)
+from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
+from embstore.ownership import Ownership, owner
+from embstore.table import RefusedKeysError, Rows, Stats, Table
+
+if TYPE_CHECKING:
+    from embstore.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
+
+__version__ = "0.1.0"
+
+_MODULES = ("Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        from embstore import modules
+
+        return getattr(modules, name)
+    raise AttributeError(f"module 'embstore' has no attribute {name!r}")
+
+
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "CheckMode",
+    "Constant",
+    "DType",
+    "Debug",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
+    "EvictionLog",
+    "Ftrl",
+    "Initializer",
+    "Normal",
+    "Optimizer",
+    "Ownership",
+    "RefusedKeysError",
+    "Rows",
+    "RowwiseAdagrad",
+    "ScoreStrategy",
+    "Stats",
+    "Table",
+    "TableOptions",
+    "TruncatedNormal",
+    "Uniform",
+    "get_num_threads",
+    "isa",
+    "owner",
+    "set_num_threads",
+]

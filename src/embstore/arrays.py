@@ -1,0 +1,139 @@
+"""Arrays at the border of the engine: numpy or torch in, the same kind out, without copies.
+
+The engine takes addresses, so everything is checked here: dtype, shape, order in memory and device.
+torch is used when the caller passes tensors, and never imported otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore import _core
+from embstore.options import DType
+
+if TYPE_CHECKING:
+    import torch
+
+Array = Any  # numpy.ndarray or torch.Tensor
+
+
+def is_tensor(value: object) -> bool:
+    """Whether this is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Where the data of a numpy array begins."""
+    return int(array.__array_interface__["data"][0])
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys as the engine wants them, and what is needed to answer in kind."""
+
+    array: Array  # int64, contiguous, in host memory; keeps the address valid
+    address: int
+    n: int
+    shape: tuple[int, ...]
+    device: torch.device | None  # None: numpy
+
+    def like(self, array: npt.NDArray[Any]) -> Array:
+        """A result of the engine as numpy or as a tensor on the device of the keys."""
+        if self.device is None:
+            return array
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+def as_keys(keys: object, name: str = "keys") -> Keys:
+    """Accepts integers of any width in a tensor, an array or a sequence; a shape is kept."""
+    if is_tensor(keys):
+        return _tensor_keys(keys, name)
+    array = np.asarray(keys)
+    if array.size == 0 and not isinstance(keys, np.ndarray):
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} should be integers but their dtype is: {array.dtype}")
+    if array.dtype == np.uint64:
+        array = array.view(np.int64)
+    flat = np.ascontiguousarray(array, dtype=np.int64)
+    return Keys(flat, address(flat), flat.size, tuple(array.shape), None)
+
+
+def _tensor_keys(keys: Any, name: str) -> Keys:
+    import torch
+
+    if keys.is_floating_point() or keys.is_complex() or keys.dtype == torch.bool:
+        raise TypeError(f"{name} should be integers but their dtype is: {keys.dtype}")
+    if keys.layout != torch.strided:
+        raise TypeError(f"{name} should be a dense tensor but its layout is: {keys.layout}")
+    if keys.device.type == "meta":
+        raise ValueError(f"{name} should have data but its device is: meta")
+    array = keys.view(torch.int64) if keys.dtype == torch.uint64 else keys
+    flat = array.to(device="cpu", dtype=torch.int64).contiguous()
+    return Keys(flat, flat.data_ptr(), flat.numel(), tuple(keys.shape), keys.device)
+
+
+def as_floats(values: object, shape: tuple[int, ...], name: str) -> npt.NDArray[np.float32]:
+    """float32, contiguous, of exactly this shape."""
+    if is_tensor(values):
+        import torch
+
+        values = values.detach().to(device="cpu", dtype=torch.float32).numpy()  # type: ignore[attr-defined]
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} should be numbers but their dtype is: {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"{name} should have the shape {shape} but has: {tuple(array.shape)}")
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def as_scores(scores: object, n: int, name: str = "scores") -> npt.NDArray[np.uint64]:
+    """uint64, contiguous, one for each key."""
+    if is_tensor(scores):
+        scores = scores.detach().cpu().numpy()  # type: ignore[attr-defined]
+    array = np.asarray(scores)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} should be integers but their dtype is: {array.dtype}")
+    if array.shape != (n,):
+        raise ValueError(f"{name} should have the shape {(n,)} but has: {tuple(array.shape)}")
+    return np.ascontiguousarray(array).astype(np.uint64, copy=False)
+
+
+def empty_floats(*shape: int) -> npt.NDArray[np.float32]:
+    """A float32 array from the engine's pool of recycled outputs, not initialised."""
+    count = int(np.prod(shape, dtype=np.int64))
+    return _core.empty_bytes(4 * count).view(np.float32).reshape(shape)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch name of an element type."""
+    import torch
+
+    return {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}[dtype]
+
+
+def engine_dtype(dtype: torch.dtype) -> DType | None:
+    """The engine's name of a torch dtype, None where it has no such."""
+    import torch
+
+    known = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
+    return known.get(dtype)
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor from the engine's pool of recycled outputs, not initialised."""
+    import torch
+
+    count = 1
+    for size in shape:
+        count *= size
+    return torch.from_numpy(_core.empty_bytes(count * dtype.itemsize)).view(dtype).view(shape)

@@ -1,0 +1,224 @@
+"""A batch on its way through the engine: forward, and later backward, over several tables at once.
+
+    requests = [Request(table_a, keys_a), Request(table_b, keys_b, Pooling.SUM, offsets=offsets_b)]
+    vectors = run(requests, training=True, anchor=anchor)    # tensors that backward through autograd
+
+All requests of a batch go to the engine in one call, so that its threads are shared among the tables.
+The backward pass is one call too: it sums the gradients of each row and runs the optimizer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from embstore import _core
+from embstore.arrays import as_keys, empty_tensor, engine_dtype, torch_dtype
+from embstore.table import Table
+
+
+class Pooling(enum.IntEnum):
+    """How the vectors of a bag become one."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+
+
+class Access(enum.IntEnum):
+    """What a batch may do with a table."""
+
+    TRAIN = 0
+    READ_ZERO = 1
+    READ_INITIAL = 2
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The keys of one table in a batch. Everything is on the CPU and contiguous.
+
+    keys       (n) int64
+    offsets    (bags + 1) int64, pooled only
+    weights    (n) float32 or None, pooled only
+    positions  (bags) int64: element offsets of the bags in `out`, or None for one after the other
+    out        where the vectors go; made when None: (n, dim) or (bags, dim) of `dtype`
+    """
+
+    table: Table
+    keys: torch.Tensor
+    pooling: Pooling = Pooling.NONE
+    offsets: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def bags(self) -> int:
+        return 0 if self.offsets is None else self.offsets.numel() - 1
+
+    def output(self) -> torch.Tensor:
+        if self.out is None:
+            rows = self.bags if self.pooling else self.keys.numel()
+            dtype = self.dtype or torch_dtype(self.table.options.dtype)
+            self.out = empty_tensor((rows, self.table.dim), dtype)
+        return self.out
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+# Takes (table, gradient request, slots) of every table of a batch, and updates or keeps them.
+Update = Callable[[Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]], None]
+
+
+def update_rows(gradients: Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]) -> None:
+    """The fused update: every row moves now."""
+    _core.apply_gradients([request for _, request, _ in gradients])
+
+
+class Batch:
+    """The requests of one forward pass, and the rows that it pinned for the backward pass."""
+
+    def __init__(self, requests: Sequence[Request], update: Update = update_rows) -> None:
+        self.requests = requests
+        self.update = update
+        self.slots: list[_core.SlotList] = []
+
+    def forward(self, access: Access) -> list[torch.Tensor]:
+        """Fills the outputs. Raises (or warns) when keys were refused, as their table asks for."""
+        outputs, core_requests = [], []
+        for r in self.requests:
+            out = r.output()
+            dtype = engine_dtype(out.dtype)
+            if dtype is None:
+                raise ValueError(f"dtype should be float32, float16 or bfloat16 but is: {out.dtype}")
+            outputs.append(out)
+            core_requests.append(
+                _core.LookupRequest(
+                    r.table._core,
+                    r.keys.data_ptr(),
+                    r.keys.numel(),
+                    int(r.pooling),
+                    _pointer(r.offsets),
+                    r.bags,
+                    _pointer(r.weights),
+                    out.data_ptr(),
+                    int(dtype),
+                    r.table.dim,
+                    _pointer(r.positions),
+                )
+            )
+        results = _core.look_up(core_requests, int(access))
+        for r, (slots, refused) in zip(self.requests, results, strict=True):
+            r.out = None  # the caller's from here on
+            self.slots.append(slots)
+            if refused:
+                r.table.report_refused(refused, r.keys.numel())
+        return outputs
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], weights_wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Hands the gradients of the outputs to `update`; returns those of the weights."""
+        core_requests, of_weights, kept = [], [], []
+        for r, slots, gradient, wanted in zip(
+            self.requests, self.slots, gradients, weights_wanted, strict=True
+        ):
+            # Counts also where no gradient arrived, so that the bias correction is the same everywhere.
+            step = r.table.step_options()
+            of_weight = None
+            if gradient is not None:
+                g = gradient.to("cpu")
+                if engine_dtype(g.dtype) is None:
+                    g = g.float()
+                g = g.contiguous()
+                kept.append(g)
+                request = _core.GradientRequest(
+                    slots,
+                    int(r.pooling),
+                    _pointer(r.offsets),
+                    r.bags,
+                    _pointer(r.weights),
+                    g.data_ptr(),
+                    int(engine_dtype(g.dtype) or 0),
+                    r.table.dim,
+                    _pointer(r.positions),
+                    step,
+                )
+                if wanted and r.weights is not None:
+                    of_weight = torch.empty_like(r.weights)
+                    _core.weight_gradients(request, of_weight.data_ptr())
+                core_requests.append((r.table, request, slots))
+            of_weights.append(of_weight)
+        if core_requests:
+            self.update(core_requests)
+        self.slots = []  # unpins the rows
+        return of_weights
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, batch: Batch, anchor: torch.Tensor, *weights: torch.Tensor | None) -> Any:
+        ctx.batch = batch
+        ctx.set_materialize_grads(False)
+        return tuple(batch.forward(Access.TRAIN))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if not ctx.batch.slots:
+            raise RuntimeError("a batch can be backpropagated once: its rows have already been updated")
+        return None, None, *ctx.batch.backward(gradients, ctx.needs_input_grad[2:])
+
+
+def run(
+    requests: Sequence[Request],
+    *,
+    access: Access,
+    anchor: torch.Tensor,
+    update: Update = update_rows,
+    weights: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """The vectors of a batch, connected to autograd when it trains and gradients are enabled.
+
+    anchor   a tensor that requires grad, so that autograd calls the backward pass
+    weights  the caller's weight tensors where they may want a gradient (the requests hold the values)
+    """
+    batch = Batch(requests, update)
+    if access == Access.TRAIN and torch.is_grad_enabled():
+        return list(_Lookup.apply(batch, anchor, *(weights or [None] * len(requests))))
+    return batch.forward(access)
+
+
+def as_key_tensor(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
+    """Keys of any integer type, shape and device as a flat int64 tensor on the CPU."""
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{name} should be a tensor but is: {type(ids).__name__}")
+    array: torch.Tensor = as_keys(ids, name).array
+    return array.view(-1)
+
+
+def as_offsets(offsets: torch.Tensor, n: int, *, include_last: bool) -> torch.Tensor:
+    """Offsets of bags as int64 on the CPU, with the end of the last bag. The engine checks the order."""
+    if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1:
+        raise ValueError(f"offsets should be a tensor of one dimension but is: {offsets!r}")
+    flat = as_key_tensor(offsets, "offsets")
+    if include_last:
+        return flat
+    return torch.cat([flat, torch.tensor([n], dtype=torch.int64)])
+
+
+def as_weights(weights: torch.Tensor, n: int) -> torch.Tensor:
+    """Per-sample weights as float32 on the CPU, one for each key."""
+    if not weights.is_floating_point():
+        raise TypeError(f"per_sample_weights should be floats but their dtype is: {weights.dtype}")
+    if weights.numel() != n:
+        raise ValueError(f"per_sample_weights should have {n} elements but has: {weights.numel()}")
+    return weights.detach().to(device="cpu", dtype=torch.float32).contiguous().view(-1)

@@ -1,0 +1,323 @@
+"""torch modules over tables.
+
+    embedding = Embedding(dim=8, optimizer=Adam(lr=0.01))
+    loss = model(embedding(ids)).sum()
+    loss.backward()                  # the rows have moved: no optimizer.step() is needed
+
+Training inserts missing ids; `eval()` reads 0.0 for them and changes nothing. Rows live in host memory:
+ids may be on any device, and the vectors come back there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from embstore import _core
+from embstore.batch import Access, Pooling, Request, Update, as_key_tensor, as_offsets, as_weights, run
+from embstore.batch import update_rows as update_now
+from embstore.options import TableOptions
+from embstore.table import Table
+
+
+class PendingGradients:
+    """Gradients that wait for `step`: "accumulate now, step later".
+
+    Rows with pending gradients stay pinned, so that none is evicted before its update.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, list[tuple[Table, Any, Any, _core.SlotList]]] = {}
+
+    def add(self, gradients: Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]) -> None:
+        for table, request, slots in gradients:
+            table.optimizer_step -= 1  # counted by `step`, not by the backward pass
+            keys, sums = _core.reduce_gradients(request)
+            self._pending.setdefault(table.name, []).append((table, keys, sums, slots))
+
+    def step(self, tables: Sequence[Table]) -> None:
+        pending, self._pending = self._pending, {}
+        for table in tables:
+            parts = pending.get(table.name)
+            if parts:
+                keys = np.concatenate([keys for _, keys, _, _ in parts])
+                table.apply_gradients(keys, np.concatenate([sums for _, _, sums, _ in parts]))
+            else:
+                table.optimizer_step += 1
+
+    def clear(self) -> None:
+        self._pending = {}
+
+    def __len__(self) -> int:
+        return sum(len(parts) for parts in self._pending.values())
+
+
+class TableModule(nn.Module):
+    """Base of the modules: some tables, trained in backward or by `step`."""
+
+    def __init__(self, tables: Sequence[Table], *, update_in_backward: bool) -> None:
+        super().__init__()
+        self._tables = {table.name: table for table in tables}
+        if len(self._tables) != len(tables):
+            raise ValueError(f"names of tables should differ but are: {[t.name for t in tables]}")
+        self.update_in_backward = update_in_backward
+        self._pending = PendingGradients()
+        # Not a parameter: it holds nothing, it only makes autograd call the backward pass.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        """The tables by name."""
+        return self._tables
+
+    def _run(self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        access = Access.TRAIN if self.training else Access.READ_ZERO
+        update: Update = update_now if self.update_in_backward else self._pending.add
+        return run(requests, access=access, anchor=self._anchor, update=update, weights=weights)
+
+    def step(self) -> None:
+        """Applies the gradients that backward left pending (update_in_backward=False)."""
+        if self.update_in_backward:
+            raise RuntimeError("step should not be called: this module updates its rows in backward")
+        self._pending.step(list(self._tables.values()))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops pending gradients, beside those of parameters."""
+        self._pending.clear()
+        super().zero_grad(set_to_none)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """For all tables, from the next update on."""
+        for table in self._tables.values():
+            table.learning_rate = learning_rate
+
+    def get_extra_state(self) -> dict[str, dict[str, Any]]:
+        """The rows for `state_dict`, as plain tensors and numbers (loads with weights_only=True)."""
+        return {
+            name: {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in t.state().items()}
+            for name, t in self._tables.items()
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        if set(state) != set(self._tables):
+            raise ValueError(
+                f"state should hold the tables {sorted(self._tables)} but holds: {sorted(state)}"
+            )
+        for name, arrays in state.items():
+            self._tables[name].load_state(
+                {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in arrays.items()}
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if len(self._pending):
+            raise RuntimeError("a module with pending gradients cannot be copied: call step or zero_grad")
+        return {**self.__dict__, "_anchor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def extra_repr(self) -> str:
+        return "\n".join(repr(table) for table in self._tables.values())
+
+
+class _SingleTable(TableModule):
+    def __init__(
+        self,
+        dim: int | None = None,
+        *,
+        name: str = "embedding",
+        table: Table | None = None,
+        update_in_backward: bool = True,
+        **options: Any,
+    ) -> None:
+        if table is None:
+            if dim is None:
+                raise ValueError("dim should be given unless a table is")
+            table = Table(name, dim=dim, **options)
+        elif dim is not None or options:
+            raise ValueError("table should come without dim and table options")
+        super().__init__([table], update_in_backward=update_in_backward)
+
+    @property
+    def table(self) -> Table:
+        (table,) = self._tables.values()
+        return table
+
+
+class Embedding(_SingleTable):
+    """Vectors of ids: the output has the shape of the ids with `dim` behind it.
+
+    Takes the fields of `TableOptions` as keywords, or a `table` that exists already.
+    """
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        keys = as_key_tensor(ids)
+        (out,) = self._run([Request(self.table, keys)], [None])
+        return out.view(*ids.shape, self.table.dim).to(ids.device)
+
+
+class EmbeddingBag(_SingleTable):
+    """Sums or means of the vectors of bags of ids, as `torch.nn.EmbeddingBag`."""
+
+    def __init__(self, dim: int | None = None, *, mode: str = "sum", include_last_offset: bool = False,
+                 **keywords: Any) -> None:  # fmt: skip
+        if mode not in ("sum", "mean"):
+            raise ValueError(f"mode should be 'sum' or 'mean' but is: {mode!r}")
+        super().__init__(dim, **keywords)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """ids (n) with offsets (bags), or ids (bags, length) without."""
+        request = bag_request(
+            self.table, ids, offsets, per_sample_weights, self.mode, include_last=self.include_last_offset
+        )
+        (out,) = self._run([request], [per_sample_weights])
+        return out.to(ids.device)
+
+
+def bag_request(
+    table: Table,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mode: str,
+    *,
+    include_last: bool,
+) -> Request:
+    """The request of bags given as in `torch.nn.EmbeddingBag`."""
+    keys = as_key_tensor(ids)
+    if offsets is None:
+        if ids.dim() != 2:
+            raise ValueError(f"ids should have two dimensions without offsets but have: {ids.dim()}")
+        offsets = torch.arange(ids.shape[0] + 1, dtype=torch.int64) * ids.shape[1]
+    else:
+        if ids.dim() != 1:
+            raise ValueError(f"ids should have one dimension with offsets but have: {ids.dim()}")
+        offsets = as_offsets(offsets, keys.numel(), include_last=include_last)
+    pooling = Pooling.MEAN if mode == "mean" else Pooling.SUM
+    values = None if weights is None else as_weights(weights, keys.numel())
+    return Request(table, keys, pooling, offsets, values)
+
+
+class TableCollection(TableModule):
+    """Base of collections: tables, and the features that look them up. Tables may share features,
+    and a table may serve several."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableOptions | Table],
+        features: Mapping[str, str] | None = None,
+        *,
+        update_in_backward: bool = True,
+    ) -> None:
+        made = [t if isinstance(t, Table) else Table(t) for t in tables]
+        super().__init__(made, update_in_backward=update_in_backward)
+        self.features = dict(features) if features is not None else {name: name for name in self._tables}
+        for feature, name in self.features.items():
+            if name not in self._tables:
+                raise ValueError(f"features[{feature!r}] should name one of {list(self._tables)} but is: {name!r}")
+
+    def _by_table(self, inputs: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Features of the input that each table serves, in the order of the collection."""
+        unknown = [feature for feature in inputs if feature not in self.features]
+        if unknown:
+            raise ValueError(f"features should be among {list(self.features)} but are: {unknown}")
+        groups: dict[str, list[str]] = {}
+        for feature, name in self.features.items():
+            if feature in inputs:
+                groups.setdefault(name, []).append(feature)
+        return groups
+
+
+class EmbeddingCollection(TableCollection):
+    """Vectors of the ids of several features in one call.
+
+        collection({"user": ids, "item": more_ids})["user"]      # ids.shape + (dim,)
+    """
+
+    def forward(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        groups = self._by_table(inputs)
+        requests = []
+        for name, features in groups.items():
+            keys = [as_key_tensor(inputs[feature], feature) for feature in features]
+            requests.append(Request(self._tables[name], keys[0] if len(keys) == 1 else torch.cat(keys)))
+        outputs = self._run(requests, [None] * len(requests))
+        vectors: dict[str, torch.Tensor] = {}
+        for (name, features), out in zip(groups.items(), outputs, strict=True):
+            parts = out.split([inputs[feature].numel() for feature in features])
+            for feature, part in zip(features, parts, strict=True):
+                ids = inputs[feature]
+                vectors[feature] = part.view(*ids.shape, self._tables[name].dim).to(ids.device)
+        return vectors
+
+
+class EmbeddingBagCollection(TableCollection):
+    """Pooled vectors of several features in one call.
+
+        collection({"user": (ids, offsets), "item": (ids, offsets, weights)})["user"]   # (bags, dim)
+    """
+
+    def __init__(self, *args: Any, mode: str = "sum", **keywords: Any) -> None:
+        if mode not in ("sum", "mean"):
+            raise ValueError(f"mode should be 'sum' or 'mean' but is: {mode!r}")
+        super().__init__(*args, **keywords)
+        self.mode = mode
+
+    def forward(self, inputs: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+        groups = self._by_table(inputs)
+        requests, all_weights, counts = [], [], []
+        for name, features in groups.items():
+            parts, weights = [], []
+            for feature in features:
+                ids, offsets, weight = (*inputs[feature], None, None)[:3]
+                if ids is None:
+                    raise TypeError(f"ids of {feature!r} should be a tensor but is: None")
+                parts.append(bag_request(self._tables[name], ids, offsets, weight, self.mode, include_last=False))
+                weights.append(weight)
+            request, weight_input = _merge(parts, weights)
+            requests.append(request)
+            all_weights.append(weight_input)
+            counts.append([part.bags for part in parts])
+        outputs = self._run(requests, all_weights)
+        pooled: dict[str, torch.Tensor] = {}
+        for features, bags, out in zip(groups.values(), counts, outputs, strict=True):
+            for feature, part in zip(features, out.split(bags), strict=True):
+                ids = inputs[feature][0]
+                assert ids is not None
+                pooled[feature] = part.to(ids.device)
+        return pooled
+
+
+def _merge(
+    parts: list[Request], weights: list[torch.Tensor | None]
+) -> tuple[Request, torch.Tensor | None]:
+    """The features of one table as one request: a key that several share is then updated once."""
+    if len(parts) == 1:
+        return parts[0], weights[0]
+    first = parts[0]
+    offsets, base = [torch.zeros(1, dtype=torch.int64)], 0
+    for part in parts:
+        assert part.offsets is not None
+        offsets.append(part.offsets[1:] + base)
+        base += part.keys.numel()
+    merged = Request(first.table, torch.cat([p.keys for p in parts]), first.pooling, torch.cat(offsets))
+    given = None
+    if any(w is not None for w in weights):
+        full = [
+            torch.ones(p.keys.numel()) if w is None else w.to("cpu", torch.float32).view(-1)
+            for p, w in zip(parts, weights, strict=True)
+        ]
+        given = torch.cat(full)
+        merged.weights = given.detach().contiguous()
+    return merged, given

@@ -1,0 +1,248 @@
+"""Optimizers that run on rows inside the engine.
+
+Each has the arguments and the arithmetic of its namesake in `torch.optim`, applied to the rows that
+have a gradient (lazily): gradients of duplicates are summed first, then every row moves once.
+
+    Adam(lr=1e-3)    SGD(lr=0.1, momentum=0.9)    RowwiseAdagrad(lr=0.05, clip_norm=1.0)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from embstore import _core
+
+
+def _check(optimizer: Optimizer, name: str, low: float, high: float, *, open_high: bool = False) -> None:
+    value = getattr(optimizer, name)
+    ok = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    if not ok or value < low or value > high or (open_high and value >= high):
+        bound = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+        raise ValueError(f"{name} should be a finite number {bound} but is: {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Base of all optimizers; use one of the subclasses.
+
+    lr            learning rate; `Table.learning_rate` overrides it from then on
+    weight_decay  coupled as in torch (added to the gradient) unless the class says otherwise
+    clip_value    > 0: each component of a row's summed gradient is clamped to +-clip_value
+    clip_norm     > 0: a row's summed gradient is scaled down to this L2 norm
+    """
+
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    clip_value: float = 0.0
+    clip_norm: float = 0.0
+
+    engine_name: ClassVar[str] = ""
+    decoupled: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.engine_name:
+            raise TypeError("Optimizer should be one of its subclasses, such as SGD or Adam")
+        for name in ("lr", "weight_decay", "clip_value", "clip_norm"):
+            _check(self, name, 0.0, math.inf)
+        self.check()
+
+    def check(self) -> None:
+        """Validates what the subclass adds."""
+
+    @property
+    def initial_accumulator(self) -> float:
+        """First value of accumulators that may start above zero."""
+        return 0.0
+
+    def step_values(self) -> dict[str, Any]:
+        """What the subclass adds to the engine's step options."""
+        return {}
+
+    def step_options(self, learning_rate: float, step: int) -> _core.StepOptions:
+        """The engine's options for step number `step` (from 1)."""
+        options = _core.StepOptions()
+        options.learning_rate = learning_rate
+        options.step = step
+        options.weight_decay = self.weight_decay
+        options.decoupled_weight_decay = self.decoupled
+        options.clip_value = self.clip_value
+        options.clip_norm = self.clip_norm
+        for name, value in self.step_values().items():
+            setattr(options, name, value)
+        return options
+
+    def state_names(self, dim: int) -> list[tuple[str, int]]:
+        """Names and widths of the states of a row, in the order in which they lie in it."""
+        return list(_core.optimizer_states(self.engine_name, dim))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The class name under "name" and every field; `from_dict` is the inverse."""
+        return {"name": type(self).__name__, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """w -= lr * g; with momentum as in torch.optim.SGD."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def check(self) -> None:
+        _check(self, "momentum", 0.0, math.inf)
+        _check(self, "dampening", -math.inf, math.inf)
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError("nesterov should come with a momentum above 0 and no dampening")
+
+    @property
+    def engine_name(self) -> str:  # type: ignore[override]
+        return "momentum" if self.momentum else "sgd"
+
+    def step_values(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "dampening": self.dampening, "nesterov": self.nesterov}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(Optimizer):
+    """sum += g^2; w -= lr * g / (sqrt(sum) + eps)."""
+
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+    engine_name: ClassVar[str] = "adagrad"
+
+    def check(self) -> None:
+        _check(self, "eps", 0.0, math.inf)
+        _check(self, "initial_accumulator_value", 0.0, math.inf)
+
+    @property
+    def initial_accumulator(self) -> float:
+        return self.initial_accumulator_value
+
+    def step_values(self) -> dict[str, Any]:
+        return {"eps": self.eps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseAdagrad(Adagrad):
+    """Adagrad with one sum for the row: sum += mean(g^2)."""
+
+    engine_name: ClassVar[str] = "rowwise_adagrad"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """torch.optim.Adam on the rows that have a gradient. The step t of the bias correction counts
+    the updates of the table."""
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    bias_correction: bool = True
+    engine_name: ClassVar[str] = "adam"
+
+    def check(self) -> None:
+        _check(self, "eps", 0.0, math.inf)
+        for i, beta in enumerate(self.betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"betas[{i}] should be at least 0 and below 1 but is: {beta!r}")
+
+    def step_values(self) -> dict[str, Any]:
+        return {
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "eps": self.eps,
+            "bias_correction": self.bias_correction,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay: w -= lr * weight_decay * w beside Adam's own step."""
+
+    weight_decay: float = 0.01
+    decoupled: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adamax(Adam):
+    """torch.optim.Adamax: the second moment is a decayed maximum."""
+
+    lr: float = 0.002
+    engine_name: ClassVar[str] = "adamax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adadelta(Optimizer):
+    """torch.optim.Adadelta."""
+
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+    engine_name: ClassVar[str] = "adadelta"
+
+    def check(self) -> None:
+        _check(self, "eps", 0.0, math.inf)
+        _check(self, "rho", 0.0, 1.0)
+
+    def step_values(self) -> dict[str, Any]:
+        return {"rho": self.rho, "eps": self.eps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ftrl(Optimizer):
+    """FTRL-proximal. With `paper_sign` the accumulator is raised to -lr_power (the paper,
+    TensorFlow); without, to +lr_power as in OneEmbedding. weight_decay is decoupled."""
+
+    lr_power: float = -0.5
+    initial_accumulator_value: float = 0.1
+    lambda1: float = 0.0
+    lambda2: float = 0.0
+    beta: float = 0.0
+    paper_sign: bool = True
+    engine_name: ClassVar[str] = "ftrl"
+    decoupled: ClassVar[bool] = True
+
+    def check(self) -> None:
+        _check(self, "lr_power", -math.inf, math.inf)
+        for name in ("initial_accumulator_value", "lambda1", "lambda2", "beta"):
+            _check(self, name, 0.0, math.inf)
+
+    @property
+    def initial_accumulator(self) -> float:
+        return self.initial_accumulator_value
+
+    def step_values(self) -> dict[str, Any]:
+        return {
+            "learning_rate_power": self.lr_power,
+            "lambda1": self.lambda1,
+            "lambda2": self.lambda2,
+            "beta": self.beta,
+            "ftrl_paper_sign": self.paper_sign,
+        }
+
+
+OPTIMIZERS: tuple[type[Optimizer], ...] = (
+    SGD,
+    Adagrad,
+    RowwiseAdagrad,
+    Adam,
+    AdamW,
+    Adamax,
+    Adadelta,
+    Ftrl,
+)
+
+
+def from_dict(description: dict[str, Any]) -> Optimizer:
+    """The optimizer that `Optimizer.to_dict` described."""
+    values = dict(description)
+    name = values.pop("name", None)
+    for optimizer in OPTIMIZERS:
+        if optimizer.__name__ == name:
+            if "betas" in values:
+                values["betas"] = tuple(values["betas"])
+            return optimizer(**values)
+    known = ", ".join(optimizer.__name__ for optimizer in OPTIMIZERS)
+    raise ValueError(f"name should be one of {known} but is: {name!r}")

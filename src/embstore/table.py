@@ -1,0 +1,338 @@
+"""Table: rows by key.
+
+    table = Table("user", dim=2, initializer=Constant(1.0), optimizer=SGD(lr=0.5))
+    table.find_or_insert([7, -1, 7])          # [[1, 1], [1, 1], [1, 1]]
+    table.apply_gradients([7, 7], [[1, 0], [1, 0]])
+    table.find([7, 5])                        # ([[0, 1], [0, 0]], [True, False])
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore import _core
+from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
+from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in plain arrays: keys (n), values (n, dim), states (n, state width), scores (n)."""
+
+    keys: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    states: npt.NDArray[np.float32]
+    scores: npt.NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @staticmethod
+    def concatenate(blocks: list[Rows]) -> Rows:
+        """One block with the rows of all of them, in order. REQUIRES at least one block."""
+        return Rows(*(np.concatenate([getattr(b, f.name) for b in blocks]) for f in fields(Rows)))
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of a table since it was made, and its sizes now."""
+
+    size: int
+    capacity: int
+    max_capacity: int
+    hits: int
+    inserts: int
+    evictions: int
+    refusals: int
+    log_dropped: int
+    bytes: int
+
+
+class RefusedKeysError(RuntimeError):
+    """Keys found no place because their buckets are full of keys of the same batch."""
+
+
+class Table:
+    """A named set of rows with one dimension, optimizer, initializer and score strategy.
+
+    Takes a `TableOptions`, or a name and the fields of `TableOptions` as keywords. Keys are integers in
+    numpy arrays, torch tensors or sequences; answers come in the kind (and on the device) of the keys.
+    A table may be read by several threads while one writes.
+    """
+
+    def __init__(self, options: TableOptions | str, /, **keywords: Any) -> None:
+        if isinstance(options, str):
+            options = TableOptions(name=options, **keywords)
+        elif keywords:
+            options = replace(options, **keywords)
+        self.options = options
+        optimizer = options.optimizer
+        self._learning_rate = float(optimizer.lr)
+        # Updates so far: the t of Adam's bias correction is one more.
+        self.optimizer_step = 0
+        self._core = _core.Table(
+            name=options.name,
+            dim=options.dim,
+            dtype=int(options.dtype),
+            init_capacity=options.init_capacity,
+            max_capacity=options.max_capacity,
+            bucket_capacity=options.bucket_capacity,
+            max_load_factor=options.max_load_factor,
+            optimizer=optimizer.engine_name,
+            initial_accumulator=optimizer.initial_accumulator,
+            initializer=options.initializer.code,
+            initializer_values=options.initializer.values(),
+            score_strategy=int(options.score_strategy),
+            seed=options.seed,
+            eviction_log=int(options.eviction_log),
+            eviction_log_capacity=options.eviction_log_capacity,
+        )
+
+    # ---- what it is
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    @property
+    def dim(self) -> int:
+        return self.options.dim
+
+    @property
+    def state_width(self) -> int:
+        """Floats of optimizer state in a row."""
+        return self._core.state_width
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory, embedding and state."""
+        return self._core.row_bytes
+
+    @property
+    def capacity(self) -> int:
+        return self._core.capacity()
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update. Set it to follow a schedule."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        replace(self.options.optimizer, lr=value)  # validates
+        self._learning_rate = float(value)
+
+    def __len__(self) -> int:
+        return self._core.size()
+
+    def __repr__(self) -> str:
+        o = self.options
+        return (
+            f"Table({o.name!r}, dim={o.dim}, dtype={o.dtype.name.lower()}, "
+            f"optimizer={o.optimizer!r}, size={self.stats().size})"
+        )
+
+    def stats(self) -> Stats:
+        """Sizes and counters; works on a closed table too."""
+        stats = self._core.stats()
+        return Stats(**{f.name: getattr(stats, f.name) for f in fields(Stats)})
+
+    # ---- scores
+
+    @property
+    def score(self) -> int:
+        """The score that the next training batch will give its keys (0: LFU, or none set yet)."""
+        return self._core.current_score()
+
+    @score.setter
+    def score(self, value: int) -> None:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value < 1 << 64:
+            raise ValueError(f"score should be an integer between 1 and 2^64 - 1 but is: {value!r}")
+        if self.options.score_strategy == ScoreStrategy.STEP:
+            self._core.set_step(value)
+        else:
+            self._core.set_custom_score(value)
+
+    # ---- rows by key
+
+    def find(self, keys: object) -> tuple[Array, Array]:
+        """Vectors (float32, keys.shape + (dim,)) and which keys are there. Missing ones read 0.0."""
+        k = as_keys(keys)
+        values, found = empty_floats(k.n, self.dim), np.empty(k.n, np.uint8)
+        self._core.read(k.address, k.n, address(values), 0, 0, address(found))
+        return k.like(values.reshape(*k.shape, self.dim)), k.like(found.astype(bool).reshape(k.shape))
+
+    def read(self, keys: object) -> Rows:
+        """Whole rows in the order of the keys (one-dimensional); a missing key has score 0 and zeros."""
+        k = as_keys(keys)
+        values, states = empty_floats(k.n, self.dim), empty_floats(k.n, self.state_width)
+        scores = np.empty(k.n, np.uint64)
+        self._core.read(k.address, k.n, address(values), address(states), address(scores), 0)
+        return Rows(np.array(k.array, np.int64).reshape(-1), values, states, scores)
+
+    def find_or_insert(self, keys: object) -> Array:
+        """Vectors of the keys, as a training batch: missing keys are inserted, scores renewed."""
+        k = as_keys(keys)
+        values = empty_floats(k.n, self.dim)
+        request = _core.LookupRequest(
+            self._core, k.address, k.n, 0, 0, 0, 0, address(values), int(DType.FLOAT32), self.dim, 0
+        )
+        ((_, refused),) = _core.look_up([request], 0)
+        self.report_refused(refused, k.n)
+        return k.like(values.reshape(*k.shape, self.dim))
+
+    def insert_or_assign(
+        self, keys: object, values: object, *, states: object = None, scores: object = None
+    ) -> None:
+        """Writes rows; of duplicate keys the last counts.
+
+        values (n, dim). states (n, state_width): without, a new row starts fresh and an old one keeps
+        its own. scores (n): without, the rows get the score of a training batch.
+        """
+        k = as_keys(keys)
+        v = as_floats(values, (*k.shape, self.dim), "values")
+        s = None if states is None else as_floats(states, (*k.shape, self.state_width), "states")
+        c = None if scores is None else as_scores(scores, k.n)
+        refused = self._core.assign(
+            k.address, k.n, address(v), 0 if s is None else address(s), 0 if c is None else address(c)
+        )
+        self.report_refused(refused, k.n)
+
+    def initial_values(self, keys: object) -> Array:
+        """The vectors that the keys would start with, whether they are there or not."""
+        k = as_keys(keys)
+        values = empty_floats(k.n, self.dim)
+        self._core.initial_values(k.address, k.n, address(values))
+        return k.like(values.reshape(*k.shape, self.dim))
+
+    def contains(self, keys: object) -> Array:
+        """Which keys are there."""
+        k = as_keys(keys)
+        found = np.empty(k.n, np.uint8)
+        self._core.contains(k.address, k.n, address(found))
+        return k.like(found.astype(bool).reshape(k.shape))
+
+    def erase(self, keys: object) -> int:
+        """Removes keys; returns how many were there."""
+        k = as_keys(keys)
+        return self._core.erase(k.address, k.n)
+
+    def clear(self) -> None:
+        """Removes every key and gives the memory of the rows back. The capacity stays."""
+        self._core.clear()
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for this many rows at once (at most max_capacity)."""
+        self._core.reserve(rows)
+
+    # ---- training
+
+    def step_options(self) -> _core.StepOptions:
+        """Counts an update and returns the engine's options for it."""
+        self.optimizer_step += 1
+        return self.options.optimizer.step_options(self._learning_rate, self.optimizer_step)
+
+    def apply_gradients(self, keys: object, gradients: object, *, missing: str = "ignore") -> None:
+        """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
+        moves once. Keys that are not there are passed by, or raise with missing="error"."""
+        if missing not in ("ignore", "error"):
+            raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")
+        k = as_keys(keys)
+        g = as_floats(gradients, (*k.shape, self.dim), "gradients")
+        if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
+            raise KeyError(f"keys should all be in table {self.name!r} but some are not")
+        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), self.step_options())
+
+    def report_refused(self, refused: int, n: int) -> None:
+        """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
+        if refused == 0 or self.options.check_mode == CheckMode.IGNORE:
+            return
+        message = (
+            f"table {self.name!r} refused {refused} distinct keys of a batch of {n}: their buckets are full "
+            f"of keys of the same batch; a larger max_capacity (now {self.stats().max_capacity}) helps"
+        )
+        if self.options.check_mode == CheckMode.ERROR:
+            raise RefusedKeysError(message)
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+    # ---- whole tables
+
+    def export(
+        self,
+        *,
+        min_score: int = 0,
+        block_rows: int = 65536,
+        with_values: bool = True,
+        with_states: bool = True,
+    ) -> Iterator[Rows]:
+        """All rows whose score is at least min_score, in blocks. What is left out has no rows.
+
+        Raises RuntimeError when the table is grown or cleared in between.
+        """
+        cursor = _core.Cursor()
+        while cursor.next >= 0:
+            rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
+            if len(rows) or cursor.next < 0:
+                yield rows
+
+    def rows(self, *, min_score: int = 0) -> Rows:
+        """`export` in one piece, sorted by key."""
+        whole = Rows.concatenate(list(self.export(min_score=min_score)))
+        order = np.argsort(whole.keys, kind="stable")
+        return Rows(whole.keys[order], whole.values[order], whole.states[order], whole.scores[order])
+
+    def evictions(self) -> Rows:
+        """Takes what was evicted since the last call; empty unless eviction_log is set."""
+        return Rows(*self._core.drain_evictions())
+
+    def close(self) -> None:
+        """Frees the memory now. Every other use but `stats` raises RuntimeError afterwards."""
+        self._core.close()
+
+    # ---- copies
+
+    def state(self) -> dict[str, Any]:
+        """Rows and counters as numpy arrays and integers; `load_state` is the inverse."""
+        rows = self.rows()
+        counters = {"optimizer_step": self.optimizer_step, "learning_rate": self._learning_rate}
+        if self.options.score_strategy in (ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED):
+            counters["score"] = self.score
+        return {
+            "keys": rows.keys,
+            "values": rows.values,
+            "states": rows.states,
+            "scores": rows.scores.view(np.int64),
+            **counters,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Replaces everything with what `state` returned on a table of the same dim and optimizer."""
+        keys = as_keys(state["keys"])
+        values = as_floats(state["values"], (keys.n, self.dim), "values")
+        states = as_floats(state["states"], (keys.n, self.state_width), "states")
+        scores = np.asarray(state["scores"]).view(np.uint64)
+        self.clear()
+        if keys.n:
+            self.reserve(min(keys.n, self.stats().max_capacity))
+            self.insert_or_assign(np.asarray(keys.array), values, states=states, scores=scores)
+        self.optimizer_step = int(state["optimizer_step"])
+        self._learning_rate = float(state["learning_rate"])
+        if state.get("score"):
+            self.score = int(state["score"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.options, self.state())
+
+
+def _rebuild(options: TableOptions, state: dict[str, Any]) -> Table:
+    table = Table(options)
+    table.load_state(state)
+    return table
+
+
