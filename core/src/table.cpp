@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "embstore/snapshot.h"
 
 namespace embstore {
 namespace {
@@ -64,9 +65,9 @@ Table::Table(const TableOptions& options)
       initializer_(options.initializer, options.seed, options.name) {
   index_.emplace(options.index);
   const auto row_bytes = static_cast<size_t>(index_->capacity() * row_stride_);
-  RequireAvailableMemory(index_->bytes() + row_bytes,
-                         "table '" + options.name + "' with " +
-                             std::to_string(index_->capacity()) + " rows");
+  RequireAvailableMemory(
+      index_->bytes() + row_bytes,
+      "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
 }
 
@@ -79,6 +80,7 @@ void Table::Close() {
   index_.reset();
   rows_ = HugeBuffer();
   stamps_ = {};
+  changes_.reset();
 }
 
 RowsView Table::rows() const {
@@ -87,9 +89,7 @@ RowsView Table::rows() const {
 
 std::byte* Table::row(Slot slot) const { return rows_.data() + slot * row_stride_; }
 
-float* Table::state(Slot slot) const {
-  return reinterpret_cast<float*>(row(slot) + state_offset_);
-}
+float* Table::state(Slot slot) const { return reinterpret_cast<float*>(row(slot) + state_offset_); }
 
 TableStats Table::stats() const {
   std::shared_lock guard(lock_);
@@ -137,8 +137,9 @@ uint64_t Table::current_score() {
 void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
   if (options_.score_strategy != ScoreStrategy::kCustomized) {
-    throw InvalidArgument("score should be set only on a table whose strategy is customized, and '" +
-                          options_.name + "' has another");
+    throw InvalidArgument(
+        "score should be set only on a table whose strategy is customized, and '" + options_.name +
+        "' has another");
   }
   if (score == 0) throw InvalidArgument("score should be at least 1 but is: 0");
   custom_score_ = score;
@@ -152,6 +153,12 @@ void Table::set_step(uint64_t step) {
   }
   if (step == 0) throw InvalidArgument("step should be at least 1 but is: 0");
   step_ = step;
+}
+
+void Table::set_seed(uint64_t seed) {
+  std::unique_lock guard(lock_);
+  options_.seed = seed;
+  initializer_ = Initializer(options_.initializer, seed, options_.name);
 }
 
 void Table::RequireScore() const {
@@ -184,8 +191,12 @@ void Table::Grow() {
                                    std::to_string(2 * index_->capacity()) + " rows");
   const int64_t old_capacity = index_->capacity();
   rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
+  if (snapshot_) snapshot_->Grow(2 * old_capacity);
+  if (changes_) changes_->Grow(2 * old_capacity);
   index_->Grow([this](Slot from, Slot to) {
     std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
+    if (snapshot_) snapshot_->Move(from, to);
+    if (changes_) changes_->Move(from, to);
   });
   ++layout_;
   std::lock_guard guard(lists_mutex_);
@@ -202,7 +213,8 @@ void Table::GrowFor(const int64_t* keys, std::span<const uint32_t> missing) {
     return static_cast<int64_t>(index_->max_load_factor() *
                                 static_cast<double>(index_->capacity()));
   };
-  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit()) return;
+  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit())
+    return;
   std::vector<int64_t> distinct;
   distinct.reserve(missing.size());
   for (uint32_t i : missing) distinct.push_back(keys[i]);
@@ -219,8 +231,9 @@ void Table::Reserve(int64_t rows) {
                           std::to_string(index_->max_capacity()) +
                           ") but is: " + std::to_string(rows));
   }
-  while (index_->CanGrow() && static_cast<double>(rows) > index_->max_load_factor() *
-                                                              static_cast<double>(index_->capacity())) {
+  while (index_->CanGrow() &&
+         static_cast<double>(rows) >
+             index_->max_load_factor() * static_cast<double>(index_->capacity())) {
     Grow();
   }
 }
@@ -266,8 +279,8 @@ struct Table::InsertPass {
 
 // Threads share the work by bucket, so that the keys of one bucket come in the order of the batch
 // whatever the number of threads.
-Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
-                                std::span<const uint32_t> missing, uint64_t score, bool evict) {
+Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                                uint64_t score, bool evict) {
   constexpr size_t kWorthSharing = 256;
   const int64_t parts = missing.size() < kWorthSharing ? 1 : NumThreads();
   std::vector<InsertPass> passes(static_cast<size_t>(parts));
@@ -286,9 +299,11 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
       }
       if (!evict) {
         slot = index_->InsertIfRoom(key, score);
+        if (slot != kNoSlot) AfterInsert(slot);
       } else {
         slot = index_->Victim(bucket, [&](Slot s) { return IsStamped(s); });
         if (slot != kNoSlot) {
+          if (watched()) BeforeChange(slot);
           const IndexEntry& victim = index_->entry(slot);
           pass.evicted.push_back({victim.key, victim.score, slot});
           index_->Replace(slot, key, score);
@@ -356,7 +371,8 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
 
 void Table::InitRow(Slot slot, int64_t key) {
   if (options_.dtype == DType::kFloat32) {
-    initializer_.Fill(key, {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
+    initializer_.Fill(key,
+                      {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
   } else {
     thread_local std::vector<float> vector;
     vector.resize(static_cast<size_t>(options_.dim));
@@ -368,6 +384,9 @@ void Table::InitRow(Slot slot, int64_t key) {
 
 void Table::LogEvictions(std::span<const Evicted> evicted) {
   stats_.evictions += static_cast<int64_t>(evicted.size());
+  if (changes_) {
+    for (const Evicted& gone : evicted) changes_->Remove(gone.key);
+  }
   if (options_.eviction_log == EvictionLog::kOff) return;
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;
   const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
