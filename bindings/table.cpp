@@ -136,6 +136,7 @@ void BindTable(nb::module_& m) {
       .def("current_score", &Table::current_score, Unlocked())
       .def("set_custom_score", &Table::set_custom_score, Unlocked(), "score"_a)
       .def("set_step", &Table::set_step, Unlocked(), "step"_a)
+      .def("raise_clock", &Table::RaiseClock, Unlocked(), "score"_a)
       .def("set_seed", &Table::set_seed, Unlocked(), "seed"_a)
       .def(
           "contains",

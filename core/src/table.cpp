@@ -155,6 +155,11 @@ void Table::set_step(uint64_t step) {
   step_ = step;
 }
 
+void Table::RaiseClock(uint64_t score) {
+  std::unique_lock guard(lock_);
+  if (score > 0) last_timestamp_ = std::max(last_timestamp_, score - 1);
+}
+
 void Table::set_seed(uint64_t seed) {
   std::unique_lock guard(lock_);
   options_.seed = seed;

@@ -105,6 +105,8 @@ class Table : public std::enable_shared_from_this<Table> {
   uint64_t current_score();
   void set_custom_score(uint64_t score);  // kCustomized only, not 0
   void set_step(uint64_t step);           // kStep only: after a load
+  // Later batches of a strategy with a clock get at least this score: ranks agree on a moment.
+  void RaiseClock(uint64_t score);
   void set_seed(uint64_t seed);           // of rows that are yet to come
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;

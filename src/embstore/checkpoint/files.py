@@ -1,6 +1,6 @@
 """Bytes on disk: written at offsets, summed in parts, made durable, published by rename.
 
-    .model.partial-3f2a/   ──rename──►   model/          complete or not there at all
+.model.partial-3f2a/   ──rename──►   model/          complete or not there at all
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RENAME_EXCHANGE = 2
 
 def write_at(fd: int, array: npt.NDArray[Any], offset: int) -> None:
     """Writes all bytes of a contiguous array."""
-    view = memoryview(array).cast("B") if array.size else memoryview(b"")
+    view = array.data.cast("B") if array.size else memoryview(b"")
     while view:
         done = os.pwrite(fd, view, offset)
         view, offset = view[done:], offset + done
@@ -61,7 +61,7 @@ def file_crc32(path: Path, offset: int = 0, size: int | None = None) -> int:
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
         while size:
-            got = file.readinto(memoryview(buffer)[: min(size, len(buffer))])
+            got = file.readinto(buffer.data[: min(size, len(buffer))])
             if not got:
                 raise CheckpointError(f"{path}: the file ends {size} bytes too early")
             crc, size = crc32(buffer[:got], crc), size - got

@@ -190,7 +190,8 @@ def _dim(path: Path, width: int, expected: TableSpec | None) -> int:
         return width
     if width and width < expected.dim:
         raise CheckpointError(
-            f"{path}: its vectors have {width} components but dim of table {expected.name!r} is: {expected.dim}"
+            f"{path}: its vectors have {width} components "
+            f"but dim of table {expected.name!r} is: {expected.dim}"
         )
     return expected.dim
 

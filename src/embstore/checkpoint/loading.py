@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
 from embstore.checkpoint.reading import Dump, DumpTable, PartReader, verify
+from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import ORIGINAL_TYPES, TableSpec
-from embstore.checkpoint.writing import Tables, block_rows
 from embstore.options import ScoreStrategy
 from embstore.ownership import Ownership, owner
 from embstore.table import Rows, Table
@@ -30,7 +31,7 @@ def load(
     *,
     optim: bool = False,
     group: Any = None,
-    ownership: Ownership = Ownership.ROUNDROBIN,
+    ownership: OwnershipOf = Ownership.ROUNDROBIN,
     check: bool = True,
 ) -> None:
     """Reads tables from a dump: rows of keys that are there are replaced, others are added.
@@ -42,7 +43,6 @@ def load(
         embstore.load("/data/monday", {"model": {"user": table}}, optim=True)
     """
     ranks = ranks_of(group)
-    ownership = Ownership(ownership)
     pairs: list[tuple[DumpTable, Table]] = []
 
     def open_all() -> None:
@@ -51,7 +51,13 @@ def load(
     ranks.agree(open_all)
     if check:
         verify([stored for stored, _ in pairs], ranks)
-    ranks.agree(lambda: [place(stored, table, optim, ranks, ownership) for stored, table in pairs])
+
+    def place_all() -> None:
+        for stored, table in pairs:
+            by = ownership_of(ownership, stored.collection, stored.name)
+            place(stored, table, optim, ranks, by)
+
+    ranks.agree(place_all)
 
 
 def open_tables(path: Path, tables: Tables, optim: bool) -> list[tuple[DumpTable, Table]]:
@@ -117,11 +123,23 @@ def require_fit(stored: DumpTable, table: TableSpec, optim: bool) -> None:
 
 def place(stored: DumpTable, table: Table, optim: bool, ranks: Ranks, ownership: Ownership) -> None:
     """Puts the rows of this rank into the table, then its counters."""
-    spec = TableSpec.of(table)
-    fresh = fresh_state(spec)
-    default_score = max(table.score, 1) if spec.score_strategy != "lfu" else 1
     room = min(table.stats().max_capacity, max(len(table), stored.rows // ranks.world))
     table.reserve(room)
+    place_blocks(stored, table, optim, ranks, ownership, fresh_state(TableSpec.of(table)))
+    restore_counters(stored, table, optim)
+
+
+def place_blocks(
+    stored: DumpTable,
+    table: Table,
+    optim: bool,
+    ranks: Ranks,
+    ownership: Ownership,
+    fresh: npt.NDArray[np.float32],
+) -> None:
+    """Assigns the rows of this rank. Without optim their states become `fresh`."""
+    spec = TableSpec.of(table)
+    default_score = max(table.score, 1) if spec.score_strategy != "lfu" else 1
     blocks = owned_blocks(stored, ranks, ownership, block_rows(spec))
     # The next block is read while this one is placed.
     with ThreadPoolExecutor(1) as pool:
@@ -131,7 +149,6 @@ def place(stored: DumpTable, table: Table, optim: bool, ranks: Ranks, ownership:
             scores = rows.scores if stored.has_scores else np.full(len(rows), default_score, np.uint64)
             states = rows.states if optim else np.broadcast_to(fresh, (len(rows), len(fresh)))
             table.insert_or_assign(rows.keys, rows.values, states=states, scores=np.maximum(scores, 1))
-    restore_counters(stored, table, optim)
 
 
 def fresh_state(spec: TableSpec) -> npt.NDArray[np.float32]:
@@ -144,12 +161,10 @@ def fresh_state(spec: TableSpec) -> npt.NDArray[np.float32]:
     return np.concatenate(state) if state else np.empty(0, np.float32)
 
 
-def owned_blocks(
-    stored: DumpTable, ranks: Ranks, ownership: Ownership, rows_at_once: int
-) -> Iterator[Rows]:
+def owned_blocks(stored: DumpTable, ranks: Ranks, ownership: Ownership, rows_at_once: int) -> Iterator[Rows]:
     """The rows that belong to this rank, in blocks."""
     of, entry = stored.manifest, stored.entry
-    same = of is not None and of.world == ranks.world and of.ownership == ownership.name.lower()
+    same = of is not None and of.world == ranks.world and entry is not None and entry.ownership == ownership
     for reader in stored.readers:
         begin, end = 0, reader.part.rows
         if same and entry and reader.part.rank is None:

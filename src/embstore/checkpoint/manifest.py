@@ -9,6 +9,7 @@ from typing import Any
 from embstore.checkpoint.files import read_sealed, sealed
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import TableSpec
+from embstore.ownership import Ownership
 
 NAME = "embstore.json"
 FORMAT = "embstore-dump"
@@ -20,6 +21,7 @@ class TableEntry:
     """One table: its description, how many rows each rank wrote, and its files."""
 
     spec: TableSpec
+    ownership: Ownership
     rows_of_rank: list[int]
     files: dict[str, dict[str, int]]  # name -> {"bytes": ..., "crc32": ...}
 
@@ -43,20 +45,18 @@ class Manifest:
     collections: list[str]
     layout: str
     world: int
-    ownership: str
     optim: bool
     taken_ns: int
     tables: dict[str, TableEntry]
     increment: dict[str, Any]
 
     def text(self) -> str:
-        document: dict[str, Any] = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name != "tables"
-        }
+        document: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tables"}
         document |= {"format": FORMAT, "version": VERSION}
         document["tables"] = {
             name: {
                 **entry.spec.to_dict(),
+                "ownership": entry.ownership.name.lower(),
                 "rows": entry.rows,
                 "rows_of_rank": entry.rows_of_rank,
                 "files": entry.files,
@@ -82,7 +82,12 @@ class Manifest:
         try:
             known = {f.name: document[f.name] for f in fields(Manifest)}
             known["tables"] = {
-                name: TableEntry(TableSpec.from_dict(entry), entry["rows_of_rank"], entry["files"])
+                name: TableEntry(
+                    TableSpec.from_dict(entry),
+                    Ownership[entry["ownership"].upper()],
+                    entry["rows_of_rank"],
+                    entry["files"],
+                )
                 for name, entry in document["tables"].items()
             }
         except (KeyError, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Names of tables and collections as names of files, which stay inside their folder.
 
-    user.clicks     user.clicks
-    a/b             a%2Fb
-    ..              %2E%2E
+user.clicks     user.clicks
+a/b             a%2Fb
+..              %2E%2E
 """
 
 from __future__ import annotations

@@ -42,6 +42,10 @@ class Ranks:
         """What every rank passed, in the order of the ranks."""
         return [value]
 
+    def gather_rows(self, array: Any) -> Any:
+        """The rows of all ranks, in the order of the ranks: a numpy array on each."""
+        return array
+
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Runs `work` on every rank and returns all results, or raises everywhere."""
         result: T | None = None
@@ -95,6 +99,20 @@ class TorchRanks(Ranks):
         answers: list[Any] = [None] * self.world
         dist.all_gather_object(answers, value, group=self._group)
         return answers
+
+    def gather_rows(self, array: Any) -> Any:
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        counts = self.gather(len(array))
+        # gloo wants tensors of one size: pad to the largest share.
+        shape = (max(counts), *array.shape[1:])
+        padded = np.zeros(shape, array.dtype)
+        padded[: len(array)] = array
+        parts = [torch.from_numpy(np.empty_like(padded).view(np.uint8)) for _ in counts]
+        dist.all_gather(parts, torch.from_numpy(padded.view(np.uint8)), group=self._group)
+        return np.concatenate([part.numpy().view(array.dtype)[:n] for part, n in zip(parts, counts)])
 
     def background(self) -> Ranks:
         return TorchRanks(self._base, "background")

@@ -1,16 +1,16 @@
 """Dumps without the engine: memory-mapped keys, rows and scores.
 
-    dump = embstore.open_dump("/data/monday")
-    user = dump["model"]["user"]
-    user.keys, user.values, user.scores            # numpy, straight from the files
-    vectors, found = user.find([7, -1])
+dump = embstore.open_dump("/data/monday")
+user = dump["model"]["user"]
+user.keys, user.values, user.scores            # numpy, straight from the files
+vectors, found = user.find([7, -1])
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -188,8 +188,7 @@ class DumpTable:
         """One for each part; with all optimizer states that there are."""
         ages_from = (self.manifest.taken_ns if self.manifest else time.time_ns()) if self.keeps_ages else None
         return [
-            PartReader(part, self.state_names, ages_from, self.entry is not None)
-            for part in self.found.parts
+            PartReader(part, self.state_names, ages_from, self.entry is not None) for part in self.found.parts
         ]
 
     def _joined(self, arrays: list[Array]) -> Array:
@@ -267,7 +266,7 @@ class DumpTable:
         return f"DumpTable({self.name!r}, rows={self.rows}, dim={self.dim}, layout={self.layout!r})"
 
 
-class Dump:
+class Dump(Mapping[str, dict[str, DumpTable]]):
     """The collections of a dump: `dump[collection][table]`."""
 
     def __init__(self, path: Path, expected: dict[str, dict[str, TableSpec]] | None = None) -> None:
@@ -292,7 +291,9 @@ class Dump:
     def _check_collections(self, of: manifest.Manifest, folder: Path, whole: bool) -> None:
         for other in of.collections if whole else []:
             if not (folder.parent / file_stem(other) / manifest.NAME).is_file():
-                raise CheckpointError(f"{folder.parent / file_stem(other)}: is missing, a collection of the dump")
+                raise CheckpointError(
+                    f"{folder.parent / file_stem(other)}: is missing, a collection of the dump"
+                )
 
     @staticmethod
     def _open(
