@@ -66,4 +66,5 @@ NB_MODULE(_core, m) {
   m.def("crc32_combine", &Crc32Combine, "crc_a"_a, "crc_b"_a, "bytes_of_b"_a);
   BindTable(m);
   BindLookup(m);
+  BindRouting(m);
 }

@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.optim.fused import FusedOptimizer
 
 import embstore
 
@@ -20,6 +22,7 @@ SUPPORTED = {
     EmbOptimType.EXACT_ADAGRAD: "exact_adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "exact_row_wise_adagrad",
 }
+LEARNING_RATE = 0.01  # and EPS: what FBGEMM takes where nothing is said
 EPS = 1e-8
 
 # Fused parameters that are for TorchRec or FBGEMM and say nothing about the optimizer of a dynamic table.
@@ -36,15 +39,12 @@ _NOT_OURS = frozenset(
         "bounds_check_mode",
         "prefetch_pipeline",
         "multipass_prefetch_config",
-        "customized_compute_kernel",
-        "dist_type",
-        "dynamicemb_options",
     }
 )
 _ADAM = ("beta1", "beta2", "betas", "eps", "weight_decay")
 _ADAGRAD = ("eps", "initial_accumulator_value")
 _KNOWN = {"sgd": (), "adam": _ADAM, "exact_adagrad": _ADAGRAD, "exact_row_wise_adagrad": _ADAGRAD}
-_COMMON = ("learning_rate", "lr", "gradient_clipping", "max_gradient", "weight_decay_mode")
+_COMMON = ("learning_rate", "gradient_clipping", "max_gradient")
 
 
 def engine_optimizer(fused_params: Mapping[str, Any], table: str) -> embstore.Optimizer:
@@ -65,7 +65,7 @@ def engine_optimizer(fused_params: Mapping[str, Any], table: str) -> embstore.Op
                 stacklevel=2,
             )
     get = fused_params.get
-    common: dict[str, Any] = {"lr": float(get("learning_rate", get("lr", 0.01)))}
+    common: dict[str, Any] = {"lr": float(get("learning_rate", LEARNING_RATE))}
     if get("gradient_clipping", False):
         common["clip_value"] = float(get("max_gradient", 1.0))
     if kind == "sgd":
@@ -105,3 +105,24 @@ def optimizer_args(table: embstore.Table) -> dict[str, Any]:
     else:
         args["opt_type"] = "sgd"
     return args
+
+
+class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
+    """The optimizer of the dynamic tables of a collection, as `dmp.fused_optimizer` shows it.
+
+    Rows move inside of backward, so `step` moves nothing. Every table has a parameter group of its own;
+    the "lr" in it is what the next training batch uses, so any scheduler reaches the tables.
+    """
+
+    def __init__(self, params: Mapping[str, torch.nn.Parameter], tables: Mapping[str, embstore.Table]) -> None:
+        groups = [
+            {"params": [param], "lr": table.options.optimizer.lr}
+            for param, table in zip(params.values(), tables.values(), strict=True)
+        ]
+        super().__init__(dict(params), {}, groups)
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing is left to do."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Nothing is left to do."""

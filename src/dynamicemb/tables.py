@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.types import ShardingEnv
 
 import embstore
+from dynamicemb.agreement import gather, require_agreement
+from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
-from dynamicemb.optimizers import optimizer_args
+from dynamicemb.planner import DynamicEmbParameterSharding, describe
 
 
 @dataclass(eq=False)
@@ -59,3 +64,52 @@ class HoldsDynamicTables:
     """Base of the sharded collections: what `find_collections` looks for."""
 
     dynamic_tables: dict[str, DynamicTable]
+
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def build_tables(
+    infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv
+) -> dict[str, DynamicTable]:
+    """The tables of a plan on this rank. ValueError on every rank when the ranks disagree about one.
+
+    The seed of the initial values is that of torch on rank 0.
+    """
+    group = env.process_group
+    seed = gather(torch.initial_seed(), group)[0]
+    options: dict[str, embstore.TableOptions] = {}
+    shardings: dict[str, DynamicEmbParameterSharding] = {}
+    for info in infos:
+        sharding = info.param_sharding
+        assert isinstance(sharding, DynamicEmbParameterSharding) and sharding.dynamicemb_options
+        name, planned = info.embedding_config.name, sharding.dynamicemb_options
+        shardings[name] = sharding
+        options[name] = embstore.TableOptions(
+            name=name,
+            dim=info.embedding_config.embedding_dim,
+            dtype=_DTYPES[planned.embedding_dtype or torch.float32],
+            optimizer=engine_optimizer(info.fused_params or {}, name),
+            initializer=planned.initializer_args.to_engine(),
+            init_capacity=planned.init_capacity,
+            max_capacity=planned.max_capacity,
+            bucket_capacity=planned.bucket_capacity,
+            max_load_factor=planned.max_load_factor,
+            score_strategy=planned.engine_strategy,
+            seed=seed,
+            check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
+        )
+    description = {name: f"{o}, {describe(shardings[name].dynamicemb_options)}" for name, o in options.items()}
+    require_agreement("tables", description, group)
+    return {
+        name: DynamicTable(
+            name=name,
+            table=embstore.Table(table_options),
+            options=shardings[name].dynamicemb_options,
+            ownership=shardings[name].dynamicemb_options.ownership,
+            world=env.world_size,
+            rank=env.rank,
+            process_group=group,
+        )
+        for name, table_options in options.items()
+    }
