@@ -103,9 +103,7 @@ def _select(model: nn.Module, table_names: TableNames, caller: str) -> Selection
         return {path: dict(collection.tables) for path, collection in collections.items()}
     if isinstance(table_names, str) or not isinstance(table_names, (Mapping, Sequence)):
         raise ValueError(f"table_names should be {{collection: [tables]}} but is: {table_names!r}")
-    wanted = (
-        table_names if isinstance(table_names, Mapping) else {path: table_names for path in collections}
-    )
+    wanted = table_names if isinstance(table_names, Mapping) else {path: table_names for path in collections}
     selected: Selection = {}
     missing = []
     for name, tables in wanted.items():

@@ -155,8 +155,11 @@ def _width(path: Path, rows: int) -> int:
     return _rows(path, 4 * rows, f"{rows} rows of float32, each")
 
 
-def find(folder: Path, stem: str, expected: TableSpec | None) -> Found:
-    """The files of a table, their sizes checked. `expected` tells apart what the files leave open."""
+def find(folder: Path, stem: str, expected: TableSpec | None, states: bool = True) -> Found:
+    """The files of a table, their sizes checked. `expected` tells apart what the files leave open.
+
+    Without `states` those of the optimizer are passed by.
+    """
     ranked = [
         match
         for match in (_RANKED.fullmatch(path.name) for path in folder.iterdir())
@@ -167,10 +170,10 @@ def find(folder: Path, stem: str, expected: TableSpec | None) -> Found:
     if ranked and plain.is_file():
         raise CheckpointError(f"{plain}: layouts are mixed, there is {ranked[0].string} beside it")
     if ranked:
-        return _find_v2(folder, stem, ranked, arguments, expected)
+        return _find_v2(folder, stem, ranked, arguments, expected, states)
     if not plain.is_file():
         raise CheckpointError(f"{plain}: is missing (nor is there {stem}_emb_keys.rank_*)")
-    return _find_v1(folder, stem, arguments, expected)
+    return _find_v1(folder, stem, arguments, expected, states)
 
 
 def _arguments(path: Path) -> dict[str, Any]:
@@ -196,7 +199,9 @@ def _dim(path: Path, width: int, expected: TableSpec | None) -> int:
     return expected.dim
 
 
-def _find_v1(folder: Path, stem: str, arguments: dict[str, Any], expected: TableSpec | None) -> Found:
+def _find_v1(
+    folder: Path, stem: str, arguments: dict[str, Any], expected: TableSpec | None, with_states: bool
+) -> Found:
     keys, values, scores = (folder / f"{stem}_{name}" for name in ("keys", "values", "scores"))
     rows = _rows(keys, 8, "keys")
     width = _width(values, rows)
@@ -206,7 +211,7 @@ def _find_v1(folder: Path, stem: str, arguments: dict[str, Any], expected: Table
     layout = "v1a"
     prefix = f"{stem}{STATE_MARK}"
     for path in sorted(folder.iterdir()):
-        if not path.name.startswith(prefix) or not path.name.endswith("_keys"):
+        if not (with_states and path.name.startswith(prefix) and path.name.endswith("_keys")):
             continue
         name = path.name[len(prefix) : -len("_keys")]
         state_values = folder / f"{prefix}{name}_values"
@@ -219,7 +224,8 @@ def _find_v1(folder: Path, stem: str, arguments: dict[str, Any], expected: Table
         if states:
             raise CheckpointError(f"{values}: layouts are mixed, states are in it and beside it")
         layout = "v1b"
-        states = _concatenated_states(values, width, dim, arguments, expected)
+        if with_states:
+            states = _concatenated_states(values, width, dim, arguments, expected)
     if scores.is_file():
         _require(scores, rows, 8)
     part = Part(
@@ -278,6 +284,7 @@ def _find_v2(
     ranked: list[re.Match[str]],
     arguments: dict[str, Any],
     expected: TableSpec | None,
+    with_states: bool,
 ) -> Found:
     worlds = sorted({int(match["world"]) for match in ranked})
     if len(worlds) > 1:
@@ -298,7 +305,7 @@ def _find_v2(
         newest, alpha = folder / f"{stem}_emb_opt_values{tail}", folder / f"{stem}_opt_values{tail}"
         if alpha.is_file() and not newest.is_file():
             layout, newest = "v2-alpha", alpha
-        if newest.is_file():
+        if newest.is_file() and with_states:
             names = expected.file_states() if expected else _original_states(arguments, dim)
             state_width = _width(newest, rows)
             if state_width:

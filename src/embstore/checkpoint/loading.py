@@ -65,7 +65,7 @@ def open_tables(path: Path, tables: Tables, optim: bool) -> list[tuple[DumpTable
     if not path.is_dir():
         raise FileNotFoundError(f"path should be the folder of a dump but is: {path}")
     expected = {c: {n: TableSpec.of(t) for n, t in named.items()} for c, named in tables.items()}
-    wanted = Dump(path, expected)
+    wanted = Dump(path, expected, states=optim)
     pairs = []
     for collection, named in tables.items():
         if collection not in wanted:

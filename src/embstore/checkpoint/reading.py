@@ -118,6 +118,7 @@ class DumpTable:
         entry: manifest.TableEntry | None,
         of: manifest.Manifest | None,
         expected: TableSpec | None = None,
+        states: bool = True,
     ) -> None:
         self.folder = folder
         self.collection = collection
@@ -125,11 +126,11 @@ class DumpTable:
         self.entry = entry
         self.spec: TableSpec | None = entry.spec if entry else None
         self.name = self.spec.name if self.spec else expected.name if expected else name_of(stem)
-        self.found = layouts.find(folder, stem, self.spec or expected)
         if entry:
             self._check_sizes(entry)
-            if self.found.parts[0].rows != entry.rows and self.found.world is None:
-                raise CheckpointError(f"{self.found.parts[0].keys}: should have {entry.rows} rows")
+        self.found = layouts.find(folder, stem, self.spec or expected, states)
+        if entry:
+            self._check_listed(entry)
         self._known = self.spec or expected
 
     def _check_sizes(self, entry: manifest.TableEntry) -> None:
@@ -141,6 +142,8 @@ class DumpTable:
             if size != stored["bytes"]:
                 kind = "truncated" if size < stored["bytes"] else "too long"
                 raise CheckpointError(f"{path}: is {kind}: {stored['bytes']} bytes should be: {size}")
+
+    def _check_listed(self, entry: manifest.TableEntry) -> None:
         listed = set(entry.files)
         for path in (path for part in self.found.parts for path in part.files):
             if path.name not in listed:
@@ -269,8 +272,11 @@ class DumpTable:
 class Dump(Mapping[str, dict[str, DumpTable]]):
     """The collections of a dump: `dump[collection][table]`."""
 
-    def __init__(self, path: Path, expected: dict[str, dict[str, TableSpec]] | None = None) -> None:
+    def __init__(
+        self, path: Path, expected: dict[str, dict[str, TableSpec]] | None = None, states: bool = True
+    ) -> None:
         self.path = path
+        self._states = states
         if not path.is_dir():
             raise FileNotFoundError(f"path should be the folder of a dump but is: {path}")
         self._tables: dict[str, dict[str, DumpTable]] = {}
@@ -295,18 +301,21 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
                     f"{folder.parent / file_stem(other)}: is missing, a collection of the dump"
                 )
 
-    @staticmethod
     def _open(
-        folder: Path, collection: str, of: manifest.Manifest | None, expected: dict[str, TableSpec] | None
+        self,
+        folder: Path,
+        collection: str,
+        of: manifest.Manifest | None,
+        expected: dict[str, TableSpec] | None,
     ) -> dict[str, DumpTable]:
         if of:
             return {
-                name: DumpTable(folder, collection, file_stem(name), entry, of)
+                name: DumpTable(folder, collection, file_stem(name), entry, of, states=self._states)
                 for name, entry in of.tables.items()
             }
         if expected is not None:
             return {
-                name: DumpTable(folder, collection, file_stem(name), None, None, spec)
+                name: DumpTable(folder, collection, file_stem(name), None, None, spec, self._states)
                 for name, spec in expected.items()
             }
         tables = (DumpTable(folder, collection, stem, None, None) for stem in layouts.stems_in(folder))
