@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint.tables import EXTREMES, files_in, keys_of, make, require_same, train
 
 import embstore
-from checkpoint.tables import EXTREMES, files_in, keys_of, make, require_same, train
 from embstore import _core
 from embstore.checkpoint.files import crc32
 from embstore.checkpoint.names import file_stem, name_of
