@@ -324,7 +324,7 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                             uint64_t score) {
+                             uint64_t score, bool initialise) {
   if (missing.empty()) return 0;
   GrowFor(keys, missing);
   InsertPass done = Insert(keys, slots, missing, score, /*evict=*/false);
@@ -334,9 +334,9 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   };
   count_inserted(done.inserted.size());
   std::vector<uint32_t> blocked = std::move(done.blocked);
-  const auto finish_rows = [&] {
+  const auto finish_rows = [&](bool write) {
     constexpr int64_t kRowsPerTask = 512;
-    const auto rows = static_cast<int64_t>(done.inserted.size());
+    const auto rows = write ? static_cast<int64_t>(done.inserted.size()) : 0;
     ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
       const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
@@ -348,7 +348,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   };
   // A full bucket of a table that may grow: double until there is room.
   while (!blocked.empty() && index_->CanGrow()) {
-    finish_rows();  // growing may fail, and rows that have a key must be whole by then
+    finish_rows(true);  // growing may fail, and rows that have a key must be whole by then
     Grow();
     InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
     count_inserted(more.inserted.size());
@@ -364,7 +364,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
     done.inserted.insert(done.inserted.end(), more.inserted.begin(), more.inserted.end());
     blocked = std::move(more.blocked);
   }
-  finish_rows();
+  finish_rows(initialise);
   if (blocked.empty()) return 0;
   std::vector<int64_t> refused;
   for (uint32_t i : blocked) refused.push_back(keys[i]);

@@ -108,7 +108,8 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
   }
-  const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score);
+  const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score,
+                                        /*initialise=*/states == nullptr);
   Grouping grouping(slots, n, index_->capacity());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();

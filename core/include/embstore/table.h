@@ -107,7 +107,7 @@ class Table : public std::enable_shared_from_this<Table> {
   void set_step(uint64_t step);           // kStep only: after a load
   // Later batches of a strategy with a clock get at least this score: ranks agree on a moment.
   void RaiseClock(uint64_t score);
-  void set_seed(uint64_t seed);           // of rows that are yet to come
+  void set_seed(uint64_t seed);  // of rows that are yet to come
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;
   // Rows of the keys; where a key is missing the row is zeros and found[i] == 0.
@@ -167,8 +167,9 @@ class Table : public std::enable_shared_from_this<Table> {
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets slots[i].
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
+  // With initialise == false the caller writes the new rows itself, vector and state.
   int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                        uint64_t score);
+                        uint64_t score, bool initialise = true);
   // Someone wants to know of changes before they happen: a snapshot, or a set of changes.
   bool watched() const { return snapshot_ || changes_; }
   // REQUIRES watched(). Rows that have been announced may change until the lock is released.
