@@ -67,7 +67,7 @@ def test_ranks_dump_in_the_background_while_they_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_failing_rank_raises_on_all_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
-    for kind, message, _ in ranks.errors(3, jobs.fail_on_rank, str(tmp_path / "d"), failing, timeout=30):
+    for kind, message, _ in ranks.errors(3, jobs.fail_on_rank, str(tmp_path / "d"), failing, timeout=100):
         assert kind == "OSError" and "the disk of this rank is broken" in message
     assert list(tmp_path.iterdir()) == []
     ranks.run(3, jobs.dump_plain, str(tmp_path / "d"))
@@ -100,12 +100,12 @@ def test_targets_that_are_taken_raise_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("keep")
     before = files_in(tmp_path)
     for name, reason in (("full", "has files"), ("file", "is a file")):
-        for kind, message, _ in ranks.errors(2, jobs.dump_plain, str(tmp_path / name), timeout=30):
+        for kind, message, _ in ranks.errors(2, jobs.dump_plain, str(tmp_path / name), timeout=100):
             assert kind == "FileExistsError" and reason in message
-    for kind, message, _ in ranks.errors(2, jobs.dump_plain, "/proc/nowhere/d", timeout=30):
+    for kind, message, _ in ranks.errors(2, jobs.dump_plain, "/proc/nowhere/d", timeout=100):
         assert kind in ("PermissionError", "FileNotFoundError", "OSError") and "/proc/nowhere" in message
     assert files_in(tmp_path) == before
-    for _, message, _ in ranks.errors(2, jobs.different_tables, str(tmp_path / "d"), timeout=30):
+    for _, message, _ in ranks.errors(2, jobs.different_tables, str(tmp_path / "d"), timeout=100):
         assert "tables should be the same on all ranks" in message
     (tmp_path / "empty").mkdir()
     ranks.run(2, jobs.dump_plain, str(tmp_path / "empty"))
@@ -117,7 +117,7 @@ def test_a_damaged_dump_raises_on_every_rank_before_a_row_is_placed(tmp_path: Pa
     data = bytearray(path.read_bytes())
     data[-1] ^= 255
     path.write_bytes(data)
-    for kind, message, _ in ranks.errors(3, jobs.load_plain, str(tmp_path / "d"), timeout=30):
+    for kind, message, _ in ranks.errors(3, jobs.load_plain, str(tmp_path / "d"), timeout=100):
         assert kind == "CheckpointError" and "item_values: its checksum is wrong" in message
 
 

@@ -22,7 +22,7 @@ def _train(model: Any, specs: list[Spec], first: int, steps: int, ids: int = 60)
         loss.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size() ** 2)
+        losses.append(float(total) / dist.get_world_size())
     return losses
 
 
