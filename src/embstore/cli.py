@@ -116,7 +116,7 @@ def _histogram(scores: Any, bins: int = 8) -> list[list[int]]:
 def inspect(path: DumpPath, as_json: Json = False) -> None:
     """Tables with their counts, dims, bytes and a histogram of the scores."""
     with _refusals():
-        rows = []
+        rows: list[dict[str, Any]] = []
         for table in _open(path).tables:
             spec = table.spec
             rows.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,3 +85,12 @@ def test_rows_are_written_byte_for_byte_as_in_version_1(tmp_path: Path, layout: 
     for path in sorted((GOLDEN / layout / "model").iterdir()):
         if path.name != "embstore.json":
             assert (tmp_path / "d" / "model" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_examples_of_the_guide_run(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "dumps.md").read_text()
+    names: dict[str, Any] = {"path": tmp_path}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, "docs/dumps.md", "exec"), names)
+    require_same(names["table"], names["server"])
+    assert names["found"].tolist() == [True, False]
