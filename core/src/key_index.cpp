@@ -105,16 +105,34 @@ Slot KeyIndex::Find(int64_t key) const {
   return position < 0 ? kNoSlot : static_cast<Slot>(first + position);
 }
 
-Slot KeyIndex::InsertIfRoom(int64_t key, uint64_t score) {
+void KeyIndex::Prefetch(int64_t key, bool entries) const {
   const IndexView v = view();
   const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
-  const int64_t position =
-      VisitMatches(v.digests + home.bucket * lines_per_bucket_ * kLine, v.lines_per_bucket,
-                   home.line, kFreeDigest, [](int64_t) { return true; });
-  if (position < 0) return kNoSlot;
-  const auto slot = static_cast<Slot>(home.bucket * bucket_capacity_ + position);
+  const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
+  for (int64_t line = 0; line < std::min<int64_t>(lines_per_bucket_, 4); ++line) {
+    __builtin_prefetch(digests + line * kLine);
+  }
+  if (!entries) return;
+  const auto* begin = reinterpret_cast<const std::byte*>(v.entries + home.bucket * bucket_capacity_);
+  const int64_t bytes = std::min<int64_t>(bucket_capacity_, 256) * int64_t{sizeof(IndexEntry)};
+  for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(begin + byte);
+}
+
+KeyIndex::Insertion KeyIndex::FindOrInsert(int64_t key, uint64_t score) {
+  const IndexView v = view();
+  const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
+  const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
+  const int64_t first = home.bucket * bucket_capacity_;
+  const int64_t found =
+      VisitMatches(digests, v.lines_per_bucket, home.line, home.digest,
+                   [&](int64_t at) { return v.entries[first + at].key == key; });
+  if (found >= 0) return {static_cast<Slot>(first + found), false};
+  const int64_t free = VisitMatches(digests, v.lines_per_bucket, home.line, kFreeDigest,
+                                    [](int64_t) { return true; });
+  if (free < 0) return {kNoSlot, false};
+  const auto slot = static_cast<Slot>(first + free);
   Replace(slot, key, score);
-  return slot;
+  return {slot, true};
 }
 
 void KeyIndex::Replace(Slot slot, int64_t key, uint64_t score) {

@@ -274,29 +274,32 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
   const bool counts = counts_occurrences();
   ParallelFor(parts, [&](int64_t part) {
     InsertPass& pass = passes[static_cast<size_t>(part)];
-    for (uint32_t i : missing) {
+    constexpr size_t kAhead = 8;
+    for (size_t at = 0; at < missing.size(); ++at) {
+      if (at + kAhead < missing.size()) index_->Prefetch(keys[missing[at + kAhead]], evict);
+      const uint32_t i = missing[at];
       const int64_t key = keys[i];
       const int64_t bucket = index_->BucketOf(key);
       if (parts > 1 && bucket % parts != part) continue;
-      Slot slot = index_->Find(key);  // an earlier occurrence may have inserted it
-      if (slot != kNoSlot) {
-        if (counts) index_->set_score(slot, index_->entry(slot).score + 1);
-        slots[i] = slot;
-        continue;
+      // An earlier occurrence may have inserted the key.
+      auto [slot, inserted] = evict ? KeyIndex::Insertion{index_->Find(key), false}
+                                    : index_->FindOrInsert(key, score);
+      if (slot != kNoSlot && !inserted && counts) {
+        index_->set_score(slot, index_->entry(slot).score + 1);
       }
-      if (!evict) {
-        slot = index_->InsertIfRoom(key, score);
-      } else {
+      if (slot == kNoSlot && evict) {
         slot = index_->Victim(bucket, [&](Slot s) { return IsStamped(s); });
         if (slot != kNoSlot) {
           const IndexEntry& victim = index_->entry(slot);
           pass.evicted.push_back({victim.key, victim.score, slot});
           index_->Replace(slot, key, score);
           Stamp(slot);
+          inserted = true;
         }
       }
       slots[i] = slot;
-      (slot == kNoSlot ? pass.blocked : pass.inserted).push_back(i);
+      if (slot == kNoSlot) pass.blocked.push_back(i);
+      if (inserted) pass.inserted.push_back(i);
     }
   });
   for (int64_t part = 1; part < parts; ++part) passes[0].Append(passes[static_cast<size_t>(part)]);
@@ -320,6 +323,11 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
     ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
       const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
+        constexpr int64_t kAhead = 4;
+        if (j + kAhead < end) {
+          const std::byte* next = row(slots[done.inserted[static_cast<size_t>(j + kAhead)]]);
+          for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);
+        }
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
         InitRow(slots[i], keys[i]);
       }

@@ -193,7 +193,8 @@ def run(
     """
     batch = Batch(requests, update)
     if access == Access.TRAIN and torch.is_grad_enabled():
-        return list(_Lookup.apply(batch, anchor, *(weights or [None] * len(requests))))
+        inputs = weights or [None] * len(requests)
+        return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]
     return batch.forward(access)
 
 
