@@ -12,7 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from faces.dynamicemb import jobs, ranks
 from faces.dynamicemb.models import CONSTANT, Spec, all_rows
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, pytest.mark.timeout(240)]
 
 EPS = 1e-3  # large enough that the first, tiny sums of squares do not decide
 OPTIMIZERS = {
