@@ -58,4 +58,5 @@ NB_MODULE(_core, m) {
         nb::call_guard<nb::gil_scoped_release>());
   BindTable(m);
   BindLookup(m);
+  BindRouting(m);
 }

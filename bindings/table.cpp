@@ -82,6 +82,7 @@ void BindTable(nb::module_& m) {
       .def_rw("learning_rate", &StepOptions::learning_rate)
       .def_rw("weight_decay", &StepOptions::weight_decay)
       .def_rw("decoupled_weight_decay", &StepOptions::decoupled_weight_decay)
+      .def_rw("gradient_scale", &StepOptions::gradient_scale)
       .def_rw("clip_value", &StepOptions::clip_value)
       .def_rw("clip_norm", &StepOptions::clip_norm)
       .def_rw("eps", &StepOptions::eps)

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <shared_mutex>
 #include <string>
 
@@ -47,10 +48,22 @@ struct Bags {
   }
 };
 
+// The vector of every occurrence, for a batch that is not pooled but lies in runs.
+PooledBuffer VectorNumbers(const GradientRequest& request) {
+  PooledBuffer numbers(static_cast<size_t>(request.slots->size()) * sizeof(uint32_t));
+  for (size_t run = 0; run + 1 < request.offsets.size(); ++run) {
+    const int64_t begin = request.offsets[run], end = request.offsets[run + 1];
+    std::iota(numbers.as<uint32_t>() + begin, numbers.as<uint32_t>() + end,
+              static_cast<uint32_t>(request.gradients.positions[run] / request.gradients.stride));
+  }
+  return numbers;
+}
+
 // One request on its way through the sort.
 struct Work {
   const GradientRequest* request;
   std::unique_ptr<Bags> bags;
+  PooledBuffer numbers;
   VectorsView gradients;
   std::unique_ptr<Grouping> grouping;
 
@@ -59,6 +72,10 @@ struct Work {
       bags = std::make_unique<Bags>(from);
       gradients.bag_of = bags->bag_of.as<uint32_t>();
       gradients.scale = bags->scaled ? bags->scale.as<float>() : nullptr;
+    } else if (gradients.positions != nullptr) {
+      numbers = VectorNumbers(from);
+      gradients.bag_of = numbers.as<uint32_t>();
+      gradients.positions = nullptr;
     }
     grouping = std::make_unique<Grouping>(from.slots->data(), from.slots->size(),
                                           from.slots->table().locked_capacity());
@@ -86,7 +103,7 @@ void GroupAll(std::vector<Work>& works) {
 
 void ValidateRequest(const GradientRequest& request) {
   Validate(request.slots->table().options().optimizer, request.step);
-  if (request.pooling != Pooling::kNone) ValidateOffsets(request.offsets, request.slots->size());
+  ValidateLayout(request.pooling, request.offsets, request.slots->size(), request.gradients);
 }
 
 }  // namespace

@@ -330,20 +330,22 @@ void Reduce(int64_t dim, const Occurrence* sorted, int64_t n, const VectorsView&
 // What happens to a gradient before the rule sees it, and to the weights beside it.
 struct Conditioning {
   explicit Conditioning(const StepOptions& o)
-      : clip_value(static_cast<float>(o.clip_value)), clip_norm(o.clip_norm) {
+      : scale(static_cast<float>(o.gradient_scale)),
+        clip_value(static_cast<float>(o.clip_value)),
+        clip_norm(o.clip_norm) {
     const bool decoupled = o.decoupled_weight_decay;
     coupled_decay = static_cast<float>(decoupled ? 0.0 : o.weight_decay);
     decoupled_decay = static_cast<float>(decoupled ? o.learning_rate * o.weight_decay : 0.0);
   }
 
-  bool Clips() const { return clip_value > 0.0f || clip_norm > 0.0; }
+  bool Changes() const { return scale != 1.0f || clip_value > 0.0f || clip_norm > 0.0; }
   bool Decays() const { return coupled_decay != 0.0f || decoupled_decay != 0.0f; }
 
-  // `out` may be `g`.
-  void Clip(const float* g, int64_t dim, float* out) const {
+  // Scales and clips. `out` may be `g`.
+  void Apply(const float* g, int64_t dim, float* out) const {
     const F8 bound = F8{} + (clip_value > 0.0f ? clip_value : __builtin_inff());
     ForBlocks(0, dim, [&](auto block) {
-      F8 v = block.Load8(g);
+      F8 v = scale * block.Load8(g);
       v = v > bound ? bound : v;
       v = v < -bound ? -bound : v;
       block.Store8(v, out);
@@ -361,7 +363,7 @@ struct Conditioning {
     ForBlocks(0, dim, [&](auto block) { block.Store8(factor * block.Load8(out), out); });
   }
 
-  float clip_value, coupled_decay, decoupled_decay;
+  float scale, clip_value, coupled_decay, decoupled_decay;
   double clip_norm;
 };
 
@@ -403,7 +405,7 @@ void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
               const Occurrence* sorted, int64_t n, const VectorsView& gradients, float* scratch) {
   const Rule rule(step);
   const Conditioning conditioning(step);
-  const bool clips = conditioning.Clips();
+  const bool changes = conditioning.Changes();
   // A gradient that needs no sum and no conversion is read where it lies.
   const bool direct = gradients.dtype == DType::kFloat32 && gradients.scale == nullptr;
   const SumGroupFunction sum_group = SumGroupFor(gradients);
@@ -417,8 +419,8 @@ void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
     } else {
       sum_group(sorted, i, end, gradients, rows.dim, scratch, lookahead);
     }
-    if (clips) {
-      conditioning.Clip(g, rows.dim, scratch);
+    if (changes) {
+      conditioning.Apply(g, rows.dim, scratch);
       g = scratch;
     }
     assert(sorted[i].slot <= static_cast<uint32_t>(INT32_MAX));

@@ -93,9 +93,25 @@ struct Work {
 
   void Gather(const RowsView& rows, int64_t begin, int64_t end) const {
     const VectorsView& out = request->out;
-    auto* to = static_cast<std::byte*>(out.base) +
-               begin * out.stride * static_cast<int64_t>(SizeOf(out.dtype));
-    ActiveKernels().gather(rows, slots + begin, end - begin, extra_rows(), to, out.dtype, out.stride);
+    const auto gather = [&](int64_t from, int64_t until, int64_t position) {
+      auto* to = static_cast<std::byte*>(out.base) +
+                 position * static_cast<int64_t>(SizeOf(out.dtype));
+      ActiveKernels().gather(rows, slots + from, until - from, extra_rows(), to, out.dtype,
+                             out.stride);
+    };
+    if (out.positions == nullptr) {
+      gather(begin, end, begin * out.stride);
+      return;
+    }
+    const std::span<const int64_t> offsets = request->offsets;
+    auto run = std::upper_bound(offsets.begin(), offsets.end(), begin) - offsets.begin() - 1;
+    for (int64_t from = begin; from < end; ++run) {
+      const int64_t until = std::min(end, offsets[static_cast<size_t>(run + 1)]);
+      if (until <= from) continue;  // an empty run
+      gather(from, until,
+             out.positions[run] + (from - offsets[static_cast<size_t>(run)]) * out.stride);
+      from = until;
+    }
   }
 
   void PoolBags(const RowsView& rows, int64_t first, int64_t last) const {
@@ -145,9 +161,8 @@ void Validate(std::span<const LookupRequest> requests) {
       throw InvalidArgument("keys should be fewer than 2^32 in a call but are: " +
                             std::to_string(request.keys.size()));
     }
-    if (request.pooling != Pooling::kNone) {
-      ValidateOffsets(request.offsets, static_cast<int64_t>(request.keys.size()));
-    }
+    ValidateLayout(request.pooling, request.offsets, static_cast<int64_t>(request.keys.size()),
+                   request.out);
     tables.push_back(request.table.get());
   }
   std::sort(tables.begin(), tables.end());
@@ -235,6 +250,20 @@ void ValidateOffsets(std::span<const int64_t> offsets, int64_t n) {
   if (offsets.back() != n) {
     throw InvalidArgument("offsets should end with the number of keys (" + std::to_string(n) +
                           ") but ends with: " + std::to_string(offsets.back()));
+  }
+}
+
+void ValidateLayout(Pooling pooling, std::span<const int64_t> offsets, int64_t n,
+                    const VectorsView& vectors) {
+  if (pooling != Pooling::kNone || vectors.positions != nullptr) ValidateOffsets(offsets, n);
+  if (pooling != Pooling::kNone || vectors.positions == nullptr) return;
+  for (size_t run = 0; run + 1 < offsets.size(); ++run) {
+    if (vectors.positions[run] < 0 || vectors.positions[run] % vectors.stride != 0) {
+      throw InvalidArgument("positions should be multiples of the stride (" +
+                            std::to_string(vectors.stride) + ") but positions[" +
+                            std::to_string(run) +
+                            "] is: " + std::to_string(vectors.positions[run]));
+    }
   }
 }
 

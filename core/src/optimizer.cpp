@@ -94,6 +94,7 @@ void Validate(const OptimizerOptions& options, const StepOptions& step) {
   const OptimizerKind kind = options.kind;
   CheckNotNegative("learning_rate", step.learning_rate);
   CheckNotNegative("weight_decay", step.weight_decay);
+  CheckFinite("gradient_scale", step.gradient_scale);
   CheckNotNegative("clip_value", step.clip_value);
   CheckNotNegative("clip_norm", step.clip_norm);
   CheckNotNegative("eps", step.eps);

@@ -43,9 +43,9 @@ class Request:
     """The keys of one table in a batch. Everything is on the CPU and contiguous.
 
     keys       (n) int64
-    offsets    (bags + 1) int64, pooled only
+    offsets    (bags + 1) int64; not pooled: the runs of keys that `positions` places
     weights    (n) float32 or None, pooled only
-    positions  (bags) int64: element offsets of the bags in `out`, or None for one after the other
+    positions  (bags) int64: element offsets of the bags (or runs) in `out`, or None for one after the other
     out        where the vectors go; made when None: (n, dim) or (bags, dim) of `dtype`
     """
 
@@ -83,19 +83,34 @@ def update_rows(gradients: Sequence[tuple[Table, _core.GradientRequest, _core.Sl
     _core.apply_gradients([request for _, request, _ in gradients])
 
 
+def _engine_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    g = gradient.to("cpu")
+    return (g if engine_dtype(g.dtype) is not None else g.float()).contiguous()
+
+
 class Batch:
     """The requests of one forward pass, and the rows that it pinned for the backward pass."""
 
-    def __init__(self, requests: Sequence[Request], update: Update = update_rows) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        update: Update = update_rows,
+        out: torch.Tensor | None = None,
+        gradient_scale: float = 1.0,
+    ) -> None:
         self.requests = requests
         self.update = update
+        self.out = out
+        self.gradient_scale = gradient_scale
         self.slots: list[_core.SlotList] = []
 
     def forward(self, access: Access) -> list[torch.Tensor]:
         """Fills the outputs. Raises (or warns) when keys were refused, as their table asks for."""
         outputs, core_requests = [], []
         for r in self.requests:
-            out = r.output()
+            out = r.output() if self.out is None else self.out
             dtype = engine_dtype(out.dtype)
             if dtype is None:
                 raise ValueError(f"dtype should be float32, float16 or bfloat16 but is: {out.dtype}")
@@ -121,6 +136,8 @@ class Batch:
             self.slots.append(slots)
             if refused:
                 r.table.report_refused(refused, r.keys.numel())
+        if self.out is not None:
+            outputs, self.out = [self.out], None
         return outputs
 
     def backward(
@@ -128,17 +145,18 @@ class Batch:
     ) -> list[torch.Tensor | None]:
         """Hands the gradients of the outputs to `update`; returns those of the weights."""
         core_requests, of_weights, kept = [], [], []
+        if len(gradients) == 1:  # of the one tensor that all requests wrote into
+            gradients = [_engine_gradient(gradients[0])] * len(self.requests)
         for r, slots, gradient, wanted in zip(
             self.requests, self.slots, gradients, weights_wanted, strict=True
         ):
             # Counts also where no gradient arrived, so that the bias correction is the same everywhere.
             step = r.table.step_options()
+            step.gradient_scale = self.gradient_scale
             of_weight = None
             if gradient is not None:
-                g = gradient.to("cpu")
-                if engine_dtype(g.dtype) is None:
-                    g = g.float()
-                g = g.contiguous()
+                g = _engine_gradient(gradient)
+                assert g is not None
                 kept.append(g)
                 request = _core.GradientRequest(
                     slots,
@@ -185,13 +203,17 @@ def run(
     anchor: torch.Tensor,
     update: Update = update_rows,
     weights: Sequence[torch.Tensor | None] | None = None,
+    out: torch.Tensor | None = None,
+    gradient_scale: float = 1.0,
 ) -> list[torch.Tensor]:
     """The vectors of a batch, connected to autograd when it trains and gradients are enabled.
 
     anchor   a tensor that requires grad, so that autograd calls the backward pass
     weights  the caller's weight tensors where they may want a gradient (the requests hold the values)
+    out      a tensor that all requests write into, each at its positions; it is then the one result
+    gradient_scale  factor of the summed gradients, such as 1 / world
     """
-    batch = Batch(requests, update)
+    batch = Batch(requests, update, out, gradient_scale)
     if access == Access.TRAIN and torch.is_grad_enabled():
         inputs = weights or [None] * len(requests)
         return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]

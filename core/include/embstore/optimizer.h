@@ -55,6 +55,7 @@ struct StepOptions {
   double learning_rate = 0.01;
   double weight_decay = 0.0;  // coupled: g += wd * w; decoupled: w -= lr * wd * w
   bool decoupled_weight_decay = false;
+  double gradient_scale = 1.0;  // the summed gradient is multiplied by it, before it is clipped
   double clip_value = 0.0;  // > 0: each component of the summed gradient is clamped to +-clip_value
   double clip_norm = 0.0;   // > 0: the summed gradient of a row is scaled down to this L2 norm
   double eps = 1e-8;
