@@ -105,6 +105,8 @@ def as_scores(scores: object, n: int, name: str = "scores") -> npt.NDArray[np.ui
         raise TypeError(f"{name} should be integers but their dtype is: {array.dtype}")
     if array.shape != (n,):
         raise ValueError(f"{name} should have the shape {(n,)} but has: {tuple(array.shape)}")
+    if array.dtype.kind == "i" and n and array.min() < 0:
+        raise ValueError(f"{name} should be at least 1 but the smallest is: {array.min()}")
     return np.ascontiguousarray(array).astype(np.uint64, copy=False)
 
 

@@ -233,10 +233,12 @@ class Table:
 
     # ---- training
 
-    def step_options(self) -> _core.StepOptions:
-        """Counts an update and returns the engine's options for it."""
-        self.optimizer_step += 1
-        return self.options.optimizer.step_options(self._learning_rate, self.optimizer_step)
+    def step_options(self, *, count: bool = True) -> _core.StepOptions:
+        """The engine's options for the next update, which is counted here or, without `count`, by the
+        caller once it is done."""
+        options = self.options.optimizer.step_options(self._learning_rate, self.optimizer_step + 1)
+        self.optimizer_step += count
+        return options
 
     def apply_gradients(self, keys: object, gradients: object, *, missing: str = "ignore") -> None:
         """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
@@ -247,7 +249,9 @@ class Table:
         g = as_floats(gradients, (*k.shape, self.dim), "gradients")
         if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
             raise KeyError(f"keys should all be in table {self.name!r} but some are not")
-        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), self.step_options())
+        step = self.step_options(count=False)
+        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step)
+        self.optimizer_step += 1
 
     def report_refused(self, refused: int, n: int) -> None:
         """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
@@ -316,15 +320,29 @@ class Table:
         keys = as_keys(state["keys"])
         values = as_floats(state["values"], (keys.n, self.dim), "values")
         states = as_floats(state["states"], (keys.n, self.state_width), "states")
-        scores = np.asarray(state["scores"]).view(np.uint64)
+        scores = as_scores(np.asarray(state["scores"]).view(np.uint64), keys.n)
+        step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
+        max_capacity = self.stats().max_capacity
+        if keys.n > max_capacity:
+            raise ValueError(f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}")
+        if not np.all(scores):
+            raise ValueError("scores should be at least 1 but the smallest is: 0")
         self.clear()
+        refused = 0
         if keys.n:
-            self.reserve(min(keys.n, self.stats().max_capacity))
-            self.insert_or_assign(np.asarray(keys.array), values, states=states, scores=scores)
-        self.optimizer_step = int(state["optimizer_step"])
-        self._learning_rate = float(state["learning_rate"])
+            self.reserve(keys.n)
+            refused = self._core.assign(
+                keys.address, keys.n, address(values), address(states), address(scores)
+            )
+        self.optimizer_step = step
+        self._learning_rate = rate
         if state.get("score"):
             self.score = int(state["score"])
+        if refused:  # whatever check_mode says: these rows would be lost
+            raise RefusedKeysError(
+                f"table {self.name!r} has no room for {refused} of the {keys.n} rows of the state: "
+                f"their buckets are full; a larger max_capacity (now {max_capacity}) helps"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.options, self.state())
