@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "fork_guard.h"
 
 namespace embstore {
 namespace {
@@ -73,7 +74,10 @@ Table::Table(const TableOptions& options)
                          "table '" + options.name + "' with " +
                              std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  ForkGuard::Add(this);
 }
+
+Table::~Table() { ForkGuard::Remove(this); }
 
 void Table::RequireOpen() const {
   if (!index_) throw InvalidState("table '" + options_.name + "' is closed");

@@ -1,4 +1,7 @@
 // Many threads on one table. The answers are checked; TSan watches the rest.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -225,6 +228,40 @@ TEST(A table may be closed while other threads use it) {
     for (std::thread& thread : threads) thread.join();
     CHECK_THROWS(InvalidState, "closed", table->size());
   }
+}
+
+TEST(A child forked while others train finds whole tables that it can use) {
+  SetNumThreads(2);
+  const auto table = Table::Create(SmallTable(5, 1024));
+  const auto other = Table::Create(SmallTable(5, 1 << 15));
+  int bad = 0;
+  Together(
+      [&] {
+        for (int round = 0; round < 15; ++round) {
+          const pid_t child = fork();
+          if (child == 0) {
+            alarm(30);         // a child that waits for ever is ended, and counted
+            SetNumThreads(1);  // TSan allows no new threads here
+            int torn = 0;
+            for (const auto& [key, row] : AllRows(*table))
+              torn += !IsWhole(row.value.data(), 5, key);
+            Train(table, 1, 5000);
+            Train(other, 1, 5000);
+            _exit(torn == 0 && table->size() == static_cast<int64_t>(AllRows(*table).size()) ? 0
+                                                                                             : 1);
+          }
+          int status = -1;
+          waitpid(child, &status, 0);
+          bad += !(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        }
+      },
+      [&, step = std::make_shared<int64_t>(0)] { Train(table, ++*step, 5000); },
+      [&, step = std::make_shared<int64_t>(0)] { Train(other, ++*step, 50000); },
+      [&] {
+        LookUpOne(table, {1, 2, 3}, Access::kReadZero);
+        LookUpOne(other, {1, 2, 3}, Access::kReadZero);
+      });
+  CHECK_EQ(bad, 0);
 }
 
 }  // namespace

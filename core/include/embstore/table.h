@@ -89,6 +89,7 @@ class Table : public std::enable_shared_from_this<Table> {
  public:
   // Throws InvalidArgument naming the field, or OutOfMemory.
   static std::shared_ptr<Table> Create(const TableOptions& options);
+  ~Table();
 
   const TableOptions& options() const { return options_; }
   int64_t dim() const { return options_.dim; }
@@ -161,6 +162,7 @@ class Table : public std::enable_shared_from_this<Table> {
 
  private:
   friend class SlotList;
+  friend class ForkGuard;
   struct Evicted {
     int64_t key;
     uint64_t score;
