@@ -96,6 +96,14 @@ def as_floats(values: object, shape: tuple[int, ...], name: str) -> npt.NDArray[
     return np.ascontiguousarray(array, dtype=np.float32)
 
 
+def as_integer(value: object, low: int, high: int, name: str) -> int:
+    """An integer of any kind (not a bool) between low and high, both included."""
+    index = None if isinstance(value, bool) else getattr(value, "__index__", None)
+    if index is None or not low <= index() <= high:
+        raise ValueError(f"{name} should be an integer between {low} and {high} but is: {value!r}")
+    return int(index())
+
+
 def as_scores(scores: object, n: int, name: str = "scores") -> npt.NDArray[np.uint64]:
     """uint64, contiguous, one for each key."""
     if is_tensor(scores):

@@ -185,8 +185,10 @@ class _Lookup(torch.autograd.Function):
             raise RuntimeError("a batch can be backpropagated once: its rows have already been updated")
         weights = ctx.saved_tensors
         of_weights = ctx.batch.backward(gradients, ctx.needs_input_grad[2:])
-        return None, None, *(
-            None if g is None else g.view(w.shape).to(w) for g, w in zip(of_weights, weights, strict=True)
+        return (
+            None,
+            None,
+            *(None if g is None else g.view(w.shape).to(w) for g, w in zip(of_weights, weights, strict=True)),
         )
 
 
@@ -207,7 +209,8 @@ def run(
     """
     batch = Batch(requests, update, counts=counts)
     if access == Access.TRAIN and torch.is_grad_enabled():
-        return list(_Lookup.apply(batch, anchor, *(weights or [None] * len(requests))))
+        inputs = weights or [None] * len(requests)
+        return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]
     return batch.forward(access)
 
 

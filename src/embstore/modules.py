@@ -124,7 +124,7 @@ class TableModule(nn.Module):
         return {**self.__dict__, "_anchor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._anchor = torch.zeros((), requires_grad=True)
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
-from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
+from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
 
 
@@ -152,8 +152,7 @@ class Table:
 
     @score.setter
     def score(self, value: int) -> None:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value < 1 << 64:
-            raise ValueError(f"score should be an integer between 1 and 2^64 - 1 but is: {value!r}")
+        value = as_integer(value, 1, (1 << 64) - 1, "score")
         if self.options.score_strategy == ScoreStrategy.STEP:
             self._core.set_step(value)
         else:
@@ -229,7 +228,7 @@ class Table:
 
     def reserve(self, rows: int) -> None:
         """Makes room for this many rows at once (at most max_capacity)."""
-        self._core.reserve(rows)
+        self._core.reserve(as_integer(rows, 0, (1 << 63) - 1, "rows"))
 
     # ---- training
 
@@ -279,6 +278,8 @@ class Table:
 
         Raises RuntimeError when the table is grown or cleared in between.
         """
+        block_rows = as_integer(block_rows, 1, (1 << 63) - 1, "block_rows")
+        min_score = as_integer(min_score, 0, (1 << 64) - 1, "min_score")
         cursor = _core.Cursor()
         while cursor.next >= 0:
             rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
@@ -322,9 +323,12 @@ class Table:
         states = as_floats(state["states"], (keys.n, self.state_width), "states")
         scores = as_scores(np.asarray(state["scores"]).view(np.uint64), keys.n)
         step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
+        len(self)  # raises when closed
         max_capacity = self.stats().max_capacity
         if keys.n > max_capacity:
-            raise ValueError(f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}")
+            raise ValueError(
+                f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}"
+            )
         if not np.all(scores):
             raise ValueError("scores should be at least 1 but the smallest is: 0")
         self.clear()
