@@ -19,7 +19,9 @@ def dense_twin(table, keys):
 @pytest.mark.parametrize("shape", [(1,), (7,), (97,), (3, 5), (2, 3, 4), (0,), (1023,)])
 @pytest.mark.parametrize("dim", [1, 7, 32])
 def test_an_embedding_equals_a_dense_one(shape, dim):
-    table = small_table(dim, initializer=embstore.Normal(0, 1), optimizer=embstore.SGD(lr=0.5), max_capacity=2048)
+    table = small_table(
+        dim, initializer=embstore.Normal(0, 1), optimizer=embstore.SGD(lr=0.5), max_capacity=2048
+    )
     keys = np.arange(-40, 60, dtype=np.int64)
     weight, rows_of = dense_twin(table, keys)
     emb = embstore.Embedding(table=table)
@@ -40,7 +42,9 @@ def test_an_embedding_equals_a_dense_one(shape, dim):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("two_dimensional", [False, True])
 def test_a_bag_equals_autograd_of_a_dense_one(mode, weighted, two_dimensional):
-    table = small_table(5, initializer=embstore.Normal(0, 1), optimizer=embstore.SGD(lr=0.3), max_capacity=2048)
+    table = small_table(
+        5, initializer=embstore.Normal(0, 1), optimizer=embstore.SGD(lr=0.3), max_capacity=2048
+    )
     keys = np.unique(np.random.default_rng(0).integers(-(2**63), 2**63, size=97, dtype=np.int64))
     weight, rows_of = dense_twin(table, keys)
     bag = embstore.EmbeddingBag(table=table, mode=mode)
@@ -62,7 +66,9 @@ def test_a_bag_equals_autograd_of_a_dense_one(mode, weighted, two_dimensional):
             scale = scale / torch.from_numpy(lengths)[bag_of]
         terms = weight[rows_of(ids).view(-1)] * scale[:, None].float()
         expected = torch.zeros(len(lengths), 5).index_add(0, bag_of, terms)
-        offsets = None if two_dimensional else torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[:-1]]))
+        offsets = (
+            None if two_dimensional else torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[:-1]]))
+        )
         got = bag(ids, offsets, per_sample if weighted else None)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
         upstream = torch.randn_like(expected)
@@ -115,7 +121,9 @@ def test_offsets_with_the_last_one_included_and_of_other_types():
     ids = torch.tensor([1, 2, 3], dtype=torch.int32)
     out = bag(ids, torch.tensor([0, 2, 2, 3], dtype=torch.int32))
     np.testing.assert_array_equal(out.detach().numpy(), [[3], [0], [3]])
-    np.testing.assert_array_equal(bag(torch.empty(0, dtype=torch.int64), torch.tensor([0, 0])).detach(), [[0]])
+    np.testing.assert_array_equal(
+        bag(torch.empty(0, dtype=torch.int64), torch.tensor([0, 0])).detach(), [[0]]
+    )
     plain = embstore.EmbeddingBag(table=bag.table)
     assert plain(torch.empty(5, 0, dtype=torch.int64)).shape == (5, 1)
     assert plain(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)).shape == (0, 1)

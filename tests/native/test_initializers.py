@@ -37,16 +37,33 @@ def debug_holds(values, keys):
 
 NAN, INF = math.nan, math.inf
 SAMPLES = [
-    Sample(embstore.Constant(0.25), within(0.25, 0.25, 0.25, 0.0),
-           [({"value": NAN}, "value"), ({"value": INF}, "value"), ({"value": "1"}, "value"), ({"value": True}, "value")]),
-    Sample(embstore.Uniform(-1.0, 2.0), within(-1.0, 2.0, 0.5, math.sqrt(9 / 12)),
-           [({"lower": 2.0, "upper": 1.0}, "lower"), ({"lower": NAN}, "lower"), ({"upper": INF}, "upper")]),
-    Sample(embstore.Normal(0.5, 1.0), within(-8, 8, 0.5, 1.0),
-           [({"std": -1.0}, "std"), ({"mean": NAN}, "mean"), ({"std": INF}, "std")]),
-    Sample(embstore.TruncatedNormal(0.0, 1.0, -1.0, 1.0), within(-1.0, 1.0, 0.0, 0.5396),
-           [({"std": 0.0}, "std"), ({"lower": 1.0, "upper": 1.0}, "lower"), ({"upper": NAN}, "upper")]),
+    Sample(
+        embstore.Constant(0.25),
+        within(0.25, 0.25, 0.25, 0.0),
+        [
+            ({"value": NAN}, "value"),
+            ({"value": INF}, "value"),
+            ({"value": "1"}, "value"),
+            ({"value": True}, "value"),
+        ],
+    ),
+    Sample(
+        embstore.Uniform(-1.0, 2.0),
+        within(-1.0, 2.0, 0.5, math.sqrt(9 / 12)),
+        [({"lower": 2.0, "upper": 1.0}, "lower"), ({"lower": NAN}, "lower"), ({"upper": INF}, "upper")],
+    ),
+    Sample(
+        embstore.Normal(0.5, 1.0),
+        within(-8, 8, 0.5, 1.0),
+        [({"std": -1.0}, "std"), ({"mean": NAN}, "mean"), ({"std": INF}, "std")],
+    ),
+    Sample(
+        embstore.TruncatedNormal(0.0, 1.0, -1.0, 1.0),
+        within(-1.0, 1.0, 0.0, 0.5396),
+        [({"std": 0.0}, "std"), ({"lower": 1.0, "upper": 1.0}, "lower"), ({"upper": NAN}, "upper")],
+    ),
     Sample(embstore.Debug(), debug_holds),
-]  # fmt: skip
+]
 IDS = [type(s.ours).__name__ for s in SAMPLES]
 KEYS = np.concatenate([[0, -1, -(2**63), 2**63 - 1], np.arange(5000) * 7919]).astype(np.int64)
 

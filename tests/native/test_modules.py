@@ -114,7 +114,9 @@ def test_a_backward_on_a_closed_table_raises():
 # ---- accumulate now, step later
 
 
-@pytest.mark.parametrize("optimizer", [embstore.SGD(lr=0.5), embstore.Adam(lr=0.5), embstore.RowwiseAdagrad(lr=0.5)])
+@pytest.mark.parametrize(
+    "optimizer", [embstore.SGD(lr=0.5), embstore.Adam(lr=0.5), embstore.RowwiseAdagrad(lr=0.5)]
+)
 def test_pending_gradients_equal_one_big_batch(optimizer):
     def make(**keywords):
         table = small_table(3, optimizer=optimizer, initializer=embstore.Normal(0, 1), max_capacity=1024)
@@ -132,7 +134,9 @@ def test_pending_gradients_equal_one_big_batch(optimizer):
             assert all((values_of(later.table)[k] == v).all() for k, v in before.items())
         later.step()
         at_once(torch.cat(parts)).backward(torch.cat(grads))
-    assert {k: r[:2] for k, r in as_dict(later.table).items()} == {k: r[:2] for k, r in as_dict(at_once.table).items()}
+    assert {k: r[:2] for k, r in as_dict(later.table).items()} == {
+        k: r[:2] for k, r in as_dict(at_once.table).items()
+    }
     assert later.table.optimizer_step == at_once.table.optimizer_step == 10
 
 
@@ -170,7 +174,12 @@ def test_a_step_counts_once_for_every_table_also_without_gradient(update_in_back
 def mixed_collection(kind, **keywords):
     options = [
         embstore.TableOptions(
-            name=name, dim=dim, dtype=dtype, optimizer=optimizer, initializer=embstore.Normal(0, 1), max_capacity=4096
+            name=name,
+            dim=dim,
+            dtype=dtype,
+            optimizer=optimizer,
+            initializer=embstore.Normal(0, 1),
+            max_capacity=4096,
         )
         for name, dim, dtype, optimizer in [
             ("user", 3, "float32", embstore.SGD(lr=0.5)),
@@ -192,7 +201,12 @@ def test_a_collection_equals_its_tables_alone():
             "tag": torch.empty(0, dtype=torch.int64),
         }
         out = together(inputs)
-        assert {f: tuple(v.shape) for f, v in out.items()} == {"user": (4, 2, 3), "item": (7, 16), "seen": (33, 16), "tag": (0, 7)}
+        assert {f: tuple(v.shape) for f, v in out.items()} == {
+            "user": (4, 2, 3),
+            "item": (7, 16),
+            "seen": (33, 16),
+            "tag": (0, 7),
+        }
         weights = {f: torch.randn(v.shape) for f, v in out.items()}
         sum((v.float() * weights[f]).sum() for f, v in out.items()).backward()
         # Features of one table in one update: a row that both touch moves once.
@@ -212,7 +226,10 @@ def test_a_bag_collection_merges_features_with_and_without_weights():
     collection.tables["item"].insert_or_assign(np.arange(10), np.repeat(np.arange(10.0)[:, None], 16, 1))
     weights = torch.tensor([[1.0, 3.0], [2.0, 2.0]]).t().contiguous().t().requires_grad_()
     out = collection(
-        {"item": (torch.tensor([[1, 2], [3, 4]]), None, weights), "seen": (torch.tensor([5, 6, 7]), torch.tensor([0, 1]))}
+        {
+            "item": (torch.tensor([[1, 2], [3, 4]]), None, weights),
+            "seen": (torch.tensor([5, 6, 7]), torch.tensor([0, 1])),
+        }
     )
     np.testing.assert_allclose(out["item"].detach()[:, 0], [(1 + 6) / 2, (6 + 8) / 2])
     np.testing.assert_allclose(out["seen"].detach()[:, 5], [5, 6.5])
@@ -274,12 +291,16 @@ def test_a_copied_module_trains_on_alike(kind):
         for module in (collection, other):
             sum(v.float().square().sum() for v in module({"user": ids, "item": ids}).values()).backward()
     for name, table in collection.tables.items():
-        assert {k: r[:2] for k, r in as_dict(table).items()} == {k: r[:2] for k, r in as_dict(other.tables[name]).items()}
+        assert {k: r[:2] for k, r in as_dict(table).items()} == {
+            k: r[:2] for k, r in as_dict(other.tables[name]).items()
+        }
         assert other.tables[name].optimizer_step == table.optimizer_step
 
 
 def test_a_module_inside_a_model_saves_with_it():
-    model = torch.nn.Sequential(embstore.Embedding(4, initializer=embstore.Normal(0, 1)), torch.nn.Linear(4, 1))
+    model = torch.nn.Sequential(
+        embstore.Embedding(4, initializer=embstore.Normal(0, 1)), torch.nn.Linear(4, 1)
+    )
     ids = torch.arange(97)
     model(ids).sum().backward()
     twin = torch.nn.Sequential(embstore.Embedding(4), torch.nn.Linear(4, 1))

@@ -68,40 +68,102 @@ class Sample:
 
 NAN, INF = math.nan, math.inf
 SAMPLES = [
-    Sample(embstore.SGD(lr=0.1), of_torch("SGD", lr=0.1), True,
-           [({"lr": NAN}, "lr"), ({"lr": -0.1}, "lr"), ({"lr": INF}, "lr"), ({"lr": True}, "lr"),
-            ({"momentum": NAN}, "momentum"), ({"momentum": -1.0}, "momentum"), ({"dampening": INF}, "dampening"),
-            ({"nesterov": True}, "nesterov"), ({"weight_decay": -1.0}, "weight_decay"),
-            ({"clip_value": NAN}, "clip_value"), ({"clip_norm": -2.0}, "clip_norm")]),
+    Sample(
+        embstore.SGD(lr=0.1),
+        of_torch("SGD", lr=0.1),
+        True,
+        [
+            ({"lr": NAN}, "lr"),
+            ({"lr": -0.1}, "lr"),
+            ({"lr": INF}, "lr"),
+            ({"lr": True}, "lr"),
+            ({"momentum": NAN}, "momentum"),
+            ({"momentum": -1.0}, "momentum"),
+            ({"dampening": INF}, "dampening"),
+            ({"nesterov": True}, "nesterov"),
+            ({"weight_decay": -1.0}, "weight_decay"),
+            ({"clip_value": NAN}, "clip_value"),
+            ({"clip_norm": -2.0}, "clip_norm"),
+        ],
+    ),
     Sample(embstore.SGD(lr=0.1, weight_decay=0.05), of_torch("SGD", lr=0.1, weight_decay=0.05)),
     Sample(embstore.SGD(lr=0.1, momentum=0.9), of_torch("SGD", lr=0.1, momentum=0.9)),
-    Sample(embstore.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-           of_torch("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)),
-    Sample(embstore.SGD(lr=0.1, momentum=0.8, dampening=0.3),
-           of_torch("SGD", lr=0.1, momentum=0.8, dampening=0.3)),
-    Sample(embstore.Adagrad(lr=0.1), of_torch("Adagrad", lr=0.1), True,
-           [({"eps": NAN}, "eps"), ({"eps": -1e-3}, "eps"),
+    Sample(
+        embstore.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        of_torch("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ),
+    Sample(
+        embstore.SGD(lr=0.1, momentum=0.8, dampening=0.3),
+        of_torch("SGD", lr=0.1, momentum=0.8, dampening=0.3),
+    ),
+    Sample(
+        embstore.Adagrad(lr=0.1),
+        of_torch("Adagrad", lr=0.1),
+        True,
+        [
+            ({"eps": NAN}, "eps"),
+            ({"eps": -1e-3}, "eps"),
             ({"initial_accumulator_value": -1.0}, "initial_accumulator_value"),
-            ({"initial_accumulator_value": INF}, "initial_accumulator_value")]),
-    Sample(embstore.Adagrad(lr=0.1, eps=1e-5, initial_accumulator_value=0.5, weight_decay=0.02),
-           of_torch("Adagrad", lr=0.1, eps=1e-5, initial_accumulator_value=0.5, weight_decay=0.02)),
-    Sample(embstore.RowwiseAdagrad(lr=0.05, eps=1e-6, initial_accumulator_value=0.25), RowwiseAdagrad, True,
-           [({"eps": INF}, "eps")]),
-    Sample(embstore.Adam(lr=0.01), of_torch("Adam", lr=0.01), False,
-           [({"betas": (1.0, 0.9)}, r"betas\[0\]"), ({"betas": (0.9, NAN)}, r"betas\[1\]"),
-            ({"betas": (0.9,)}, "betas"), ({"betas": (0.9, -0.1)}, r"betas\[1\]"), ({"eps": -1.0}, "eps")]),
-    Sample(embstore.Adam(lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
-           of_torch("Adam", lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)),
-    Sample(embstore.AdamW(lr=0.01, weight_decay=0.1), of_torch("AdamW", lr=0.01, weight_decay=0.1), False,
-           [({"weight_decay": NAN}, "weight_decay")]),
-    Sample(embstore.Adamax(lr=0.01, weight_decay=0.1), of_torch("Adamax", lr=0.01, weight_decay=0.1), False,
-           [({"betas": (0.9, 1.0)}, r"betas\[1\]")]),
-    Sample(embstore.Adadelta(lr=0.5), of_torch("Adadelta", lr=0.5), False,
-           [({"rho": 1.5}, "rho"), ({"rho": NAN}, "rho"), ({"eps": NAN}, "eps")]),
-    Sample(embstore.Ftrl(lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5), Ftrl, False,
-           [({"lr": 0.0}, "lr"), ({"lr_power": NAN}, "lr_power"), ({"lambda1": -1.0}, "lambda1"),
-            ({"lambda2": NAN}, "lambda2"), ({"beta": -1.0}, "beta")]),
-]  # fmt: skip
+            ({"initial_accumulator_value": INF}, "initial_accumulator_value"),
+        ],
+    ),
+    Sample(
+        embstore.Adagrad(lr=0.1, eps=1e-5, initial_accumulator_value=0.5, weight_decay=0.02),
+        of_torch("Adagrad", lr=0.1, eps=1e-5, initial_accumulator_value=0.5, weight_decay=0.02),
+    ),
+    Sample(
+        embstore.RowwiseAdagrad(lr=0.05, eps=1e-6, initial_accumulator_value=0.25),
+        RowwiseAdagrad,
+        True,
+        [({"eps": INF}, "eps")],
+    ),
+    Sample(
+        embstore.Adam(lr=0.01),
+        of_torch("Adam", lr=0.01),
+        False,
+        [
+            ({"betas": (1.0, 0.9)}, r"betas\[0\]"),
+            ({"betas": (0.9, NAN)}, r"betas\[1\]"),
+            ({"betas": (0.9,)}, "betas"),
+            ({"betas": (0.9, -0.1)}, r"betas\[1\]"),
+            ({"eps": -1.0}, "eps"),
+        ],
+    ),
+    Sample(
+        embstore.Adam(lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+        of_torch("Adam", lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+    ),
+    Sample(
+        embstore.AdamW(lr=0.01, weight_decay=0.1),
+        of_torch("AdamW", lr=0.01, weight_decay=0.1),
+        False,
+        [({"weight_decay": NAN}, "weight_decay")],
+    ),
+    Sample(
+        embstore.Adamax(lr=0.01, weight_decay=0.1),
+        of_torch("Adamax", lr=0.01, weight_decay=0.1),
+        False,
+        [({"betas": (0.9, 1.0)}, r"betas\[1\]")],
+    ),
+    Sample(
+        embstore.Adadelta(lr=0.5),
+        of_torch("Adadelta", lr=0.5),
+        False,
+        [({"rho": 1.5}, "rho"), ({"rho": NAN}, "rho"), ({"eps": NAN}, "eps")],
+    ),
+    Sample(
+        embstore.Ftrl(lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5),
+        Ftrl,
+        False,
+        [
+            ({"lr": 0.0}, "lr"),
+            ({"lr_power": NAN}, "lr_power"),
+            ({"lambda1": -1.0}, "lambda1"),
+            ({"lambda2": NAN}, "lambda2"),
+            ({"beta": -1.0}, "beta"),
+        ],
+    ),
+]
 IDS = [str(i) + type(s.ours).__name__ for i, s in enumerate(SAMPLES)]
 
 
@@ -113,12 +175,18 @@ def train(table, weight, optimizer, keys, *, part, steps=12):
     """The same random gradients on both sides; a batch has duplicates and touches all keys or a part."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
-        touched = rng.choice(len(keys), size=max(1, len(keys) // 3), replace=False) if part else np.arange(len(keys))
+        touched = (
+            rng.choice(len(keys), size=max(1, len(keys) // 3), replace=False)
+            if part
+            else np.arange(len(keys))
+        )
         occurrences = np.concatenate([touched, rng.choice(touched, size=2 * len(touched))])
         rng.shuffle(occurrences)
         grads = rng.standard_normal((len(occurrences), DIM)).astype(np.float32)
         optimizer.zero_grad()
-        weight.grad = torch.zeros_like(weight).index_add_(0, torch.from_numpy(occurrences), torch.from_numpy(grads))
+        weight.grad = torch.zeros_like(weight).index_add_(
+            0, torch.from_numpy(occurrences), torch.from_numpy(grads)
+        )
         optimizer.step()
         table.apply_gradients(keys[occurrences], grads)
 
@@ -154,7 +222,10 @@ def test_half_precision_rows_stay_near_the_dense_table(sample, dtype):
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
 def test_an_optimizer_survives_a_dictionary(sample):
     assert from_dict(sample.ours.to_dict()) == sample.ours
-    assert sum(width for _, width in sample.ours.state_names(DIM)) == small_table(DIM, optimizer=sample.ours).state_width
+    assert (
+        sum(width for _, width in sample.ours.state_names(DIM))
+        == small_table(DIM, optimizer=sample.ours).state_width
+    )
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,9 @@ def test_reading_moves_no_score(strategy):
     assert everything(table) == before
 
 
-@pytest.mark.parametrize("strategy", [s for s in ScoreStrategy if s != ScoreStrategy.NO_EVICTION], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "strategy", [s for s in ScoreStrategy if s != ScoreStrategy.NO_EVICTION], ids=lambda s: s.name
+)
 def test_a_full_bucket_gives_up_exactly_its_smallest_scores(strategy):
     table = small_table(score_strategy=strategy, eviction_log="keys")
     model = MODELS[strategy]()
@@ -188,7 +190,8 @@ def test_a_mixed_collection_scores_each_table_by_its_own_strategy():
     import torch
 
     options = [
-        embstore.TableOptions(name=s.name, dim=2, score_strategy=s) for s in (ScoreStrategy.STEP, ScoreStrategy.LFU)
+        embstore.TableOptions(name=s.name, dim=2, score_strategy=s)
+        for s in (ScoreStrategy.STEP, ScoreStrategy.LFU)
     ]
     collection = embstore.EmbeddingCollection(options)
     for _ in range(3):

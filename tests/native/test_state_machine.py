@@ -10,12 +10,18 @@ from native_tables import hash_of
 import embstore
 
 KEY = st.one_of(
-    st.integers(-40, 40), st.sampled_from([-(2**63), 2**63 - 1, -(2**63) + 1]), st.integers(-(2**63), 2**63 - 1)
+    st.integers(-40, 40),
+    st.sampled_from([-(2**63), 2**63 - 1, -(2**63) + 1]),
+    st.integers(-(2**63), 2**63 - 1),
 )
 KEYS = st.lists(KEY, max_size=30)
 DIM = 3
 LIMITS = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=40,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
 )
 
 
@@ -83,7 +89,10 @@ class Operations(RuleBasedStateMachine):
                 self.model[key] = [float(i), float(2 * i + 1), score + i]
         column = np.arange(len(keys))[:, None]
         self.table.insert_or_assign(
-            keys, np.repeat(column, DIM, 1), states=np.repeat(2 * column + 1, DIM, 1), scores=score + column[:, 0]
+            keys,
+            np.repeat(column, DIM, 1),
+            states=np.repeat(2 * column + 1, DIM, 1),
+            scores=score + column[:, 0],
         )
 
     @rule(keys=KEYS)
@@ -134,7 +143,10 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def drain(self):
         rows = self.table.evictions()
-        got = [(int(k), float(v[0]), float(s[0]), int(c)) for k, v, s, c in zip(rows.keys, rows.values, rows.states, rows.scores)]
+        got = [
+            (int(k), float(v[0]), float(s[0]), int(c))
+            for k, v, s, c in zip(rows.keys, rows.values, rows.states, rows.scores)
+        ]
         assert sorted(got) == sorted(self.log)
         self.log = []
 

@@ -40,7 +40,9 @@ def test_a_dynamic_table_trains_as_a_static_one(kind, mode, weighted):
     rng = np.random.default_rng(0)
     names = [f"t{t}" for t in range(len(ROWS))]
     # Row i of the static table is the key scatter[i] of ours.
-    scatter = [np.unique(rng.integers(-(2**63), 2**63, size=rows + 9, dtype=np.int64))[:rows] for rows in ROWS]
+    scatter = [
+        np.unique(rng.integers(-(2**63), 2**63, size=rows + 9, dtype=np.int64))[:rows] for rows in ROWS
+    ]
     options = [embstore.TableOptions(name=n, dim=d, optimizer=OPTIMIZERS[kind]) for n, d in zip(names, DIMS)]
     ours = embstore.EmbeddingBagCollection(options, mode=mode)
     for name, keys, weights in zip(names, scatter, static.split_embedding_weights()):

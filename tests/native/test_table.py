@@ -209,12 +209,23 @@ def test_a_closed_table_raises_for_every_use_but_stats():
     table.find_or_insert([1])
     table.close()
     uses = [
-        lambda: len(table), lambda: table.capacity, lambda: table.find([1]), lambda: table.find_or_insert([1]),
-        lambda: table.insert_or_assign([1], np.ones((1, 2))), lambda: table.read([1]), lambda: table.erase([1]),
-        lambda: table.contains([1]), lambda: table.clear(), lambda: table.reserve(1), lambda: table.rows(),
-        lambda: table.evictions(), lambda: table.apply_gradients([1], np.ones((1, 2))), lambda: table.score,
-        lambda: setattr(table, "score", 3), lambda: pickle.dumps(table),
-    ]  # fmt: skip
+        lambda: len(table),
+        lambda: table.capacity,
+        lambda: table.find([1]),
+        lambda: table.find_or_insert([1]),
+        lambda: table.insert_or_assign([1], np.ones((1, 2))),
+        lambda: table.read([1]),
+        lambda: table.erase([1]),
+        lambda: table.contains([1]),
+        lambda: table.clear(),
+        lambda: table.reserve(1),
+        lambda: table.rows(),
+        lambda: table.evictions(),
+        lambda: table.apply_gradients([1], np.ones((1, 2))),
+        lambda: table.score,
+        lambda: setattr(table, "score", 3),
+        lambda: pickle.dumps(table),
+    ]
     for use in uses:
         with pytest.raises(RuntimeError, match="table 'small' is closed"):
             use()
@@ -253,7 +264,9 @@ def test_copies_hold_the_same_and_train_on_alike(strategy, dtype):
         train([table, *copies], seed)
     for other in copies:
         if strategy in ("timestamp", "no_eviction"):  # clocks differ, rows do not
-            assert {k: r[:2] for k, r in as_dict(other).items()} == {k: r[:2] for k, r in as_dict(table).items()}
+            assert {k: r[:2] for k, r in as_dict(other).items()} == {
+                k: r[:2] for k, r in as_dict(table).items()
+            }
         else:
             assert as_dict(other) == as_dict(table)
 
