@@ -153,9 +153,8 @@ void BindTable(nb::module_& m) {
            }, Unlocked())
       .def("initial_values", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
              for (int64_t i = 0; i < n; ++i) {
-               table.initializer().Fill(Address<const int64_t>(keys)[i],
-                                        {Address<float>(values) + i * table.dim(),
-                                         static_cast<size_t>(table.dim())});
+               table.InitialVector(Address<const int64_t>(keys)[i],
+                                   Address<float>(values) + i * table.dim());
              }
            }, Unlocked())
       .def("erase", [](Table& table, uintptr_t keys, int64_t n) {

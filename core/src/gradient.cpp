@@ -202,8 +202,10 @@ void WeightGradients(const GradientRequest& request, float* out) {
 
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                             const VectorsView& gradients, const StepOptions& step) {
+  RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   const SlotList list(table.shared_from_this(), n);
+  int64_t missing = 0;
   {
     std::shared_lock guard(table.lock());
     table.RequireOpen();
@@ -215,6 +217,8 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                              list.data() + i, ScoreUpdate::kKeep, 0, nullptr);
       }
     });
+    // Later another thread may grow the table, which rewrites the list.
+    missing = std::count(list.data(), list.data() + n, kNoSlot);
   }
   // Between the two locks the list keeps its rows where they are, or follows them.
   GradientRequest request;
@@ -222,7 +226,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   request.gradients = gradients;
   request.step = step;
   ApplyGradients({&request, 1});
-  return std::count(list.data(), list.data() + n, kNoSlot);
+  return missing;
 }
 
 }  // namespace embstore

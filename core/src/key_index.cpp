@@ -40,8 +40,8 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
         static_cast<double>(options.max_capacity));
   Check(options.init_capacity >= 1, "init_capacity", "at least 1",
         static_cast<double>(options.init_capacity));
-  Check(options.init_capacity <= options.max_capacity, "init_capacity",
-        "at most max_capacity", static_cast<double>(options.init_capacity));
+  Check(options.init_capacity <= options.max_capacity, "init_capacity", "at most max_capacity",
+        static_cast<double>(options.init_capacity));
   Check(max_load_factor_ > 0.0 && max_load_factor_ <= 1.0, "max_load_factor",
         "above 0 and at most 1", max_load_factor_);
 
@@ -49,15 +49,24 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
   const int64_t init_buckets = CeilDiv(options.init_capacity, bucket_capacity_);
   int doublings = 0;
   while (doublings < kMaxSplits && (max_buckets >> doublings) > init_buckets) ++doublings;
-  // Fewer doublings where they would round max_capacity up by more than a sixteenth.
+  // Fewer doublings where they would round max_capacity up by more than a sixteenth,
   const auto rounded = [&](int d) { return CeilDiv(max_buckets, int64_t{1} << d) << d; };
-  while ((rounded(doublings) - max_buckets) * 16 > max_buckets) --doublings;
+  // or beyond what a slot can name.
+  while ((rounded(doublings) - max_buckets) * 16 > max_buckets ||
+         rounded(doublings) * bucket_capacity_ > kMaxSlots) {
+    --doublings;
+  }
   base_buckets_ = CeilDiv(max_buckets, int64_t{1} << doublings);
   capacity_ = base_buckets_ * bucket_capacity_;
   max_capacity_ = capacity_ << doublings;
   lines_per_bucket_ = CeilDiv(bucket_capacity_, kLine);
-  digests_ = HugeBuffer(static_cast<size_t>(base_buckets_ * lines_per_bucket_ * kLine));
-  entries_ = HugeBuffer(static_cast<size_t>(capacity_) * sizeof(IndexEntry));
+  const auto digest_bytes = static_cast<size_t>(base_buckets_ * lines_per_bucket_ * kLine);
+  const auto entry_bytes = static_cast<size_t>(capacity_) * sizeof(IndexEntry);
+  // Padding touches every page of the digests, so ask first.
+  RequireAvailableMemory(digest_bytes + entry_bytes,
+                         "an index of " + std::to_string(capacity_) + " rows");
+  digests_ = HugeBuffer(digest_bytes);
+  entries_ = HugeBuffer(entry_bytes);
   PadDigests(0, base_buckets_);
 }
 
@@ -137,8 +146,7 @@ KeyIndex::Insertion KeyIndex::FindOrInsert(int64_t key, uint64_t score) {
 
 void KeyIndex::Replace(Slot slot, int64_t key, uint64_t score) {
   const IndexView v = view();
-  *digest_of(slot) =
-      HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket).digest;
+  *digest_of(slot) = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket).digest;
   entries()[slot] = {key, score};
 }
 

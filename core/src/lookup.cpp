@@ -146,21 +146,16 @@ struct Work {
     const auto dim = static_cast<size_t>(request->table->dim());
     extra.resize(missing.size() * dim);
     for (size_t j = 0; j < missing.size(); ++j) {
-      request->table->initializer().Fill(request->keys[missing[j]],
-                                         {extra.data() + j * dim, dim});
+      request->table->InitialVector(request->keys[missing[j]], extra.data() + j * dim);
       slots[missing[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
 };
 
 void Validate(std::span<const LookupRequest> requests) {
-  constexpr size_t kMaxKeys = size_t{1} << 32;
   std::vector<const Table*> tables;
   for (const LookupRequest& request : requests) {
-    if (request.keys.size() >= kMaxKeys) {
-      throw InvalidArgument("keys should be fewer than 2^32 in a call but are: " +
-                            std::to_string(request.keys.size()));
-    }
+    RequireBatchSize(request.keys.size());
     ValidateLayout(request.pooling, request.offsets, static_cast<int64_t>(request.keys.size()),
                    request.out);
     tables.push_back(request.table.get());

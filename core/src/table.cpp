@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "fork_guard.h"
 
 namespace embstore {
 namespace {
@@ -40,6 +41,11 @@ const TableOptions& Validated(const TableOptions& options) {
 
 }  // namespace
 
+void RequireBatchSize(size_t keys) {
+  if (keys < size_t{1} << 31) return;
+  throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " + std::to_string(keys));
+}
+
 SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
     : table_(std::move(table)), buffer_(static_cast<size_t>(n) * sizeof(Slot)), n_(n) {
   std::fill_n(data(), n, kNoSlot);
@@ -68,7 +74,10 @@ Table::Table(const TableOptions& options)
                          "table '" + options.name + "' with " +
                              std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  ForkGuard::Add(this);
 }
+
+Table::~Table() { ForkGuard::Remove(this); }
 
 void Table::RequireOpen() const {
   if (!index_) throw InvalidState("table '" + options_.name + "' is closed");
@@ -117,6 +126,7 @@ int64_t Table::capacity() const {
 
 uint64_t Table::current_score() {
   std::unique_lock guard(lock_);
+  RequireOpen();
   switch (options_.score_strategy) {
     case ScoreStrategy::kTimestamp:
     case ScoreStrategy::kNoEviction: {
@@ -136,6 +146,7 @@ uint64_t Table::current_score() {
 
 void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
+  RequireOpen();
   if (options_.score_strategy != ScoreStrategy::kCustomized) {
     throw InvalidArgument("score should be set only on a table whose strategy is customized, and '" +
                           options_.name + "' has another");
@@ -146,6 +157,7 @@ void Table::set_custom_score(uint64_t score) {
 
 void Table::set_step(uint64_t step) {
   std::unique_lock guard(lock_);
+  RequireOpen();
   if (options_.score_strategy != ScoreStrategy::kStep) {
     throw InvalidArgument("step should be set only on a table whose strategy is step, and '" +
                           options_.name + "' has another");
@@ -168,7 +180,8 @@ Table::BatchScore Table::NextBatchScore() {
       last_timestamp_ = std::max(last_timestamp_ + 1, NowNanoseconds());
       return {ScoreUpdate::kSet, last_timestamp_};
     case ScoreStrategy::kStep:
-      return {ScoreUpdate::kSet, step_++};
+      // Stays at the largest: 0 would say that the slot is free.
+      return {ScoreUpdate::kSet, step_ == UINT64_MAX ? step_ : step_++};
     case ScoreStrategy::kCustomized:
       RequireScore();
       return {ScoreUpdate::kSet, custom_score_};
@@ -345,12 +358,18 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   }
   if (!blocked.empty() && options_.score_strategy != ScoreStrategy::kNoEviction) {
     std::sort(blocked.begin(), blocked.end());
+    finish_rows();  // stamps may fail as well
     StampPinned();
     InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/true);
-    LogEvictions(more.evicted);
     stats_.inserts += static_cast<int64_t>(more.inserted.size());
-    done.inserted.insert(done.inserted.end(), more.inserted.begin(), more.inserted.end());
+    done.inserted = std::move(more.inserted);
     blocked = std::move(more.blocked);
+    try {
+      LogEvictions(more.evicted);  // reads the rows, so before they are made anew
+    } catch (...) {
+      finish_rows();
+      throw;
+    }
   }
   finish_rows();
   if (blocked.empty()) return 0;
@@ -374,9 +393,21 @@ void Table::InitRow(Slot slot, int64_t key) {
   InitState(options_.optimizer, options_.dim, state(slot));
 }
 
-void Table::LogEvictions(std::span<const Evicted> evicted) {
+void Table::InitialVector(int64_t key, float* out) const {
+  initializer_.Fill(key, {out, static_cast<size_t>(options_.dim)});
+  if (options_.dtype == DType::kFloat32) return;
+  thread_local std::vector<uint16_t> rounded;
+  rounded.resize(static_cast<size_t>(options_.dim));
+  ActiveKernels().store_vector(out, options_.dim, options_.dtype, rounded.data());
+  ActiveKernels().load_vector(rounded.data(), options_.dim, options_.dtype, out);
+}
+
+void Table::LogEvictions(std::span<Evicted> evicted) {
   stats_.evictions += static_cast<int64_t>(evicted.size());
   if (options_.eviction_log == EvictionLog::kOff) return;
+  // They come in the order of the threads that found them; the log must not depend on those.
+  std::sort(evicted.begin(), evicted.end(),
+            [](const Evicted& a, const Evicted& b) { return a.slot < b.slot; });
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;
   const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
   for (const Evicted& gone : evicted) {

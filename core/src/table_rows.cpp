@@ -71,6 +71,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,
                       const uint64_t* scores) {
+  RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   if (scores) {
     const auto* zero = std::find(scores, scores + n, uint64_t{0});
@@ -83,6 +84,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   std::unique_lock guard(lock_);
   RequireOpen();
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore();
+  if (scores && n > 0) last_timestamp_ = std::max(last_timestamp_, *std::max_element(scores, scores + n));
   Slot* slots = list->data();
   for (int64_t i = 0; i < n; i += kProbeBlock) {
     ActiveKernels().find(index(), keys.data() + i, std::min(kProbeBlock, n - i), slots + i,
@@ -192,6 +194,7 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
 
 RowBlock Table::DrainEvictions() {
   std::unique_lock guard(lock_);
+  RequireOpen();
   return std::exchange(log_, {});
 }
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
-from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
+from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
 
 
@@ -152,8 +152,7 @@ class Table:
 
     @score.setter
     def score(self, value: int) -> None:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value < 1 << 64:
-            raise ValueError(f"score should be an integer between 1 and 2^64 - 1 but is: {value!r}")
+        value = as_integer(value, 1, (1 << 64) - 1, "score")
         if self.options.score_strategy == ScoreStrategy.STEP:
             self._core.set_step(value)
         else:
@@ -229,14 +228,16 @@ class Table:
 
     def reserve(self, rows: int) -> None:
         """Makes room for this many rows at once (at most max_capacity)."""
-        self._core.reserve(rows)
+        self._core.reserve(as_integer(rows, 0, (1 << 63) - 1, "rows"))
 
     # ---- training
 
-    def step_options(self) -> _core.StepOptions:
-        """Counts an update and returns the engine's options for it."""
-        self.optimizer_step += 1
-        return self.options.optimizer.step_options(self._learning_rate, self.optimizer_step)
+    def step_options(self, *, count: bool = True) -> _core.StepOptions:
+        """The engine's options for the next update, which is counted here or, without `count`, by the
+        caller once it is done."""
+        options = self.options.optimizer.step_options(self._learning_rate, self.optimizer_step + 1)
+        self.optimizer_step += count
+        return options
 
     def apply_gradients(self, keys: object, gradients: object, *, missing: str = "ignore") -> None:
         """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
@@ -247,7 +248,9 @@ class Table:
         g = as_floats(gradients, (*k.shape, self.dim), "gradients")
         if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
             raise KeyError(f"keys should all be in table {self.name!r} but some are not")
-        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), self.step_options())
+        step = self.step_options(count=False)
+        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step)
+        self.optimizer_step += 1
 
     def report_refused(self, refused: int, n: int) -> None:
         """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
@@ -275,6 +278,8 @@ class Table:
 
         Raises RuntimeError when the table is grown or cleared in between.
         """
+        block_rows = as_integer(block_rows, 1, (1 << 63) - 1, "block_rows")
+        min_score = as_integer(min_score, 0, (1 << 64) - 1, "min_score")
         cursor = _core.Cursor()
         while cursor.next >= 0:
             rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
@@ -316,15 +321,32 @@ class Table:
         keys = as_keys(state["keys"])
         values = as_floats(state["values"], (keys.n, self.dim), "values")
         states = as_floats(state["states"], (keys.n, self.state_width), "states")
-        scores = np.asarray(state["scores"]).view(np.uint64)
+        scores = as_scores(np.asarray(state["scores"]).view(np.uint64), keys.n)
+        step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
+        len(self)  # raises when closed
+        max_capacity = self.stats().max_capacity
+        if keys.n > max_capacity:
+            raise ValueError(
+                f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}"
+            )
+        if not np.all(scores):
+            raise ValueError("scores should be at least 1 but the smallest is: 0")
         self.clear()
+        refused = 0
         if keys.n:
-            self.reserve(min(keys.n, self.stats().max_capacity))
-            self.insert_or_assign(np.asarray(keys.array), values, states=states, scores=scores)
-        self.optimizer_step = int(state["optimizer_step"])
-        self._learning_rate = float(state["learning_rate"])
+            self.reserve(keys.n)
+            refused = self._core.assign(
+                keys.address, keys.n, address(values), address(states), address(scores)
+            )
+        self.optimizer_step = step
+        self._learning_rate = rate
         if state.get("score"):
             self.score = int(state["score"])
+        if refused:  # whatever check_mode says: these rows would be lost
+            raise RefusedKeysError(
+                f"table {self.name!r} has no room for {refused} of the {keys.n} rows of the state: "
+                f"their buckets are full; a larger max_capacity (now {max_capacity}) helps"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.options, self.state())

@@ -61,6 +61,10 @@ struct RowBlock {
   std::vector<uint64_t> scores;
 };
 
+// Occurrences of a batch are counted in 32 bits, and missing ones are named by negative slots.
+// Throws InvalidArgument when there are 2^31 keys or more.
+void RequireBatchSize(size_t keys);
+
 class Table;
 
 // The slots of a batch, kept for its backward pass. While it lives its rows are pinned.
@@ -85,12 +89,14 @@ class Table : public std::enable_shared_from_this<Table> {
  public:
   // Throws InvalidArgument naming the field, or OutOfMemory.
   static std::shared_ptr<Table> Create(const TableOptions& options);
+  ~Table();
 
   const TableOptions& options() const { return options_; }
   int64_t dim() const { return options_.dim; }
   int64_t state_width() const { return state_width_; }
   int64_t row_bytes() const { return row_stride_; }
-  const Initializer& initializer() const { return initializer_; }
+  // What the key reads as when it is inserted: its initial vector, rounded to the table's dtype.
+  void InitialVector(int64_t key, float* out) const;
 
   TableStats stats() const;
   int64_t size() const;
@@ -109,6 +115,7 @@ class Table : public std::enable_shared_from_this<Table> {
             uint8_t* found) const;
   // Writes rows, inserting missing keys (evicting if need be). Of duplicates the last one counts.
   // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch score.
+  // Later timestamps are larger than the scores given here.
   // Returns how many distinct keys were refused.
   int64_t Assign(std::span<const int64_t> keys, const float* values, const float* states,
                  const uint64_t* scores);
@@ -155,6 +162,7 @@ class Table : public std::enable_shared_from_this<Table> {
 
  private:
   friend class SlotList;
+  friend class ForkGuard;
   struct Evicted {
     int64_t key;
     uint64_t score;
@@ -168,7 +176,7 @@ class Table : public std::enable_shared_from_this<Table> {
   InsertPass Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
                     uint64_t score, bool evict);
   void StampPinned();
-  void LogEvictions(std::span<const Evicted> evicted);
+  void LogEvictions(std::span<Evicted> evicted);
   void InitRow(Slot slot, int64_t key);
   std::byte* row(Slot slot) const;
   float* state(Slot slot) const;
