@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "embstore/gradient.h"
+#include "embstore/snapshot.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -36,10 +37,9 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
   const auto n = block.keys.size();
   const auto value_rows = dim ? block.values.size() / static_cast<size_t>(dim) : 0;
   const auto state_rows = !block.states.empty() ? n : value_rows * (width == 0);
-  return nb::make_tuple(ToNumpy(std::move(block.keys), n),
-                        ToNumpy(std::move(block.values), value_rows, dim),
-                        ToNumpy(std::move(block.states), state_rows, width),
-                        ToNumpy(std::move(block.scores), n));
+  return nb::make_tuple(
+      ToNumpy(std::move(block.keys), n), ToNumpy(std::move(block.values), value_rows, dim),
+      ToNumpy(std::move(block.states), state_rows, width), ToNumpy(std::move(block.scores), n));
 }
 
 std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
@@ -104,7 +104,8 @@ void BindTable(nb::module_& m) {
     OptimizerOptions options;
     options.kind = OptimizerFromName(optimizer);
     std::vector<std::tuple<std::string, int64_t>> states;
-    for (const StateSpec& state : States(options, dim)) states.emplace_back(state.name, state.width);
+    for (const StateSpec& state : States(options, dim))
+      states.emplace_back(state.name, state.width);
     return states;
   });
 
@@ -119,9 +120,7 @@ void BindTable(nb::module_& m) {
       .def_ro("log_dropped", &TableStats::log_dropped)
       .def_ro("bytes", &TableStats::bytes);
 
-  nb::class_<Table::Cursor>(m, "Cursor")
-      .def(nb::init<>())
-      .def_ro("next", &Table::Cursor::next);
+  nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Table>(m, "Table")
@@ -138,40 +137,60 @@ void BindTable(nb::module_& m) {
       .def("current_score", &Table::current_score, Unlocked())
       .def("set_custom_score", &Table::set_custom_score, Unlocked(), "score"_a)
       .def("set_step", &Table::set_step, Unlocked(), "step"_a)
-      .def("contains", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
-             table.Contains(Keys(keys, n), Address<uint8_t>(found));
-           }, Unlocked())
-      .def("read", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values,
-                      uintptr_t states, uintptr_t scores, uintptr_t found) {
-             table.Read(Keys(keys, n), Address<float>(values), Address<float>(states),
-                        Address<uint64_t>(scores), Address<uint8_t>(found));
-           }, Unlocked())
-      .def("assign", [](Table& table, uintptr_t keys, int64_t n, uintptr_t values,
-                        uintptr_t states, uintptr_t scores) {
-             return table.Assign(Keys(keys, n), Address<const float>(values),
-                                 Address<const float>(states), Address<const uint64_t>(scores));
-           }, Unlocked())
-      .def("initial_values", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
-             for (int64_t i = 0; i < n; ++i) {
-               table.InitialVector(Address<const int64_t>(keys)[i],
-                                   Address<float>(values) + i * table.dim());
-             }
-           }, Unlocked())
-      .def("erase", [](Table& table, uintptr_t keys, int64_t n) {
-             return table.Erase(Keys(keys, n));
-           }, Unlocked())
-      .def("apply_gradients", [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients,
-                                 int dtype, const StepOptions& step) {
-             VectorsView view;
-             view.base = Address<void>(gradients);
-             view.dtype = static_cast<DType>(dtype);
-             view.stride = table.dim();
-             return ApplyGradientsByKey(table, Keys(keys, n), view, step);
-           }, Unlocked())
+      .def("raise_clock", &Table::RaiseClock, Unlocked(), "score"_a)
+      .def("set_seed", &Table::set_seed, Unlocked(), "seed"_a)
+      .def(
+          "contains",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+            table.Contains(Keys(keys, n), Address<uint8_t>(found));
+          },
+          Unlocked())
+      .def(
+          "read",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values, uintptr_t states,
+             uintptr_t scores, uintptr_t found) {
+            table.Read(Keys(keys, n), Address<float>(values), Address<float>(states),
+                       Address<uint64_t>(scores), Address<uint8_t>(found));
+          },
+          Unlocked())
+      .def(
+          "assign",
+          [](Table& table, uintptr_t keys, int64_t n, uintptr_t values, uintptr_t states,
+             uintptr_t scores) {
+            return table.Assign(Keys(keys, n), Address<const float>(values),
+                                Address<const float>(states), Address<const uint64_t>(scores));
+          },
+          Unlocked())
+      .def(
+          "initial_values",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
+            for (int64_t i = 0; i < n; ++i) {
+              table.initializer().Fill(
+                  Address<const int64_t>(keys)[i],
+                  {Address<float>(values) + i * table.dim(), static_cast<size_t>(table.dim())});
+            }
+          },
+          Unlocked())
+      .def(
+          "erase",
+          [](Table& table, uintptr_t keys, int64_t n) { return table.Erase(Keys(keys, n)); },
+          Unlocked())
+      .def(
+          "apply_gradients",
+          [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients, int dtype,
+             const StepOptions& step) {
+            VectorsView view;
+            view.base = Address<void>(gradients);
+            view.dtype = static_cast<DType>(dtype);
+            view.stride = table.dim();
+            return ApplyGradientsByKey(table, Keys(keys, n), view, step);
+          },
+          Unlocked())
       .def("clear", &Table::Clear, Unlocked())
       .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)
-      .def("export", [](const Table& table, Table::Cursor& cursor, int64_t max_rows,
-                        uint64_t min_score, bool with_values, bool with_states) {
+      .def("export",
+           [](const Table& table, Table::Cursor& cursor, int64_t max_rows, uint64_t min_score,
+              bool with_values, bool with_states) {
              RowBlock block;
              {
                nb::gil_scoped_release unlocked;
@@ -179,7 +198,27 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
-      .def("drain_evictions", [](Table& table) {
+      .def("track_changes", &Table::TrackChanges, Unlocked(), "on"_a)
+      .def("take_changes",
+           [](Table& table, bool with_states) {
+             Table::Changes changes;
+             {
+               nb::gil_scoped_release unlocked;
+               changes = table.TakeChanges(with_states);
+             }
+             const auto n = changes.removed.size();
+             return nb::make_tuple(
+                 ToArrays(std::move(changes.rows), table.dim(), table.state_width()),
+                 ToNumpy(std::move(changes.removed), n));
+           })
+      .def(
+          "restore_changes",
+          [](Table& table, uintptr_t changed, int64_t n, uintptr_t removed, int64_t m) {
+            table.RestoreChanges(Keys(changed, n), Keys(removed, m));
+          },
+          Unlocked())
+      .def("drain_evictions",
+           [](Table& table) {
              RowBlock block;
              {
                nb::gil_scoped_release unlocked;
@@ -188,6 +227,19 @@ void BindTable(nb::module_& m) {
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
       .def("close", &Table::Close, Unlocked());
+
+  nb::class_<Snapshot>(m, "Snapshot",
+                       "The rows of a table at one moment, read while it is trained.")
+      .def(nb::init<std::shared_ptr<Table>>(), Unlocked(), "table"_a)
+      .def_prop_ro("rows", &Snapshot::rows)
+      .def(
+          "read",
+          [](Snapshot& snapshot, int64_t max_rows, uintptr_t keys, uintptr_t values,
+             uintptr_t states, uintptr_t scores) {
+            return snapshot.Read(max_rows, Address<int64_t>(keys), Address<float>(values),
+                                 Address<float>(states), Address<uint64_t>(scores));
+          },
+          Unlocked());
 }
 
 }  // namespace embstore

@@ -134,7 +134,12 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const auto& [work, partition] = tasks[static_cast<size_t>(task)];
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
     if (sorted.empty()) return;
-    const Table& table = work->request->slots->table();
+    Table& table = work->request->slots->table();
+    if (table.watched()) {
+      for (const Occurrence& occurrence : sorted) {
+        table.BeforeChange(static_cast<Slot>(occurrence.slot));
+      }
+    }
     thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(table.dim())));
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
@@ -158,7 +163,8 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
   ParallelFor(partitions, [&](int64_t p) {
     auto& items = sorted[static_cast<size_t>(p)] = grouping.Sort(p);
     int64_t groups = 0;
-    for (size_t i = 0; i < items.size(); ++i) groups += i == 0 || items[i].slot != items[i - 1].slot;
+    for (size_t i = 0; i < items.size(); ++i)
+      groups += i == 0 || items[i].slot != items[i - 1].slot;
     begins[static_cast<size_t>(p + 1)] = groups;
   });
   for (size_t p = 1; p < begins.size(); ++p) begins[p] += begins[p - 1];

@@ -46,21 +46,29 @@ struct Work {
     const auto bags = static_cast<int64_t>(request->offsets.size()) - 1;
     for (int64_t first = 0, last; first < bags; first = last) {
       for (last = first + 1; last < bags && request->offsets[static_cast<size_t>(last)] -
-                                                        request->offsets[static_cast<size_t>(first)] +
-                                                        (last - first) / 4 <
-                                                    kKeysPerTask;) {
+                                                    request->offsets[static_cast<size_t>(first)] +
+                                                    (last - first) / 4 <
+                                                kKeysPerTask;) {
         ++last;
       }
       pieces.push_back({first, last, {}});
     }
   }
 
-  void FindBlock(int64_t begin, int64_t end, const RowsView& rows, std::vector<uint32_t>& missing_here) {
+  void FindBlock(int64_t begin, int64_t end, const RowsView& rows,
+                 std::vector<uint32_t>& missing_here) {
     const Kernels& kernels = ActiveKernels();
     const IndexView index = request->table->index();
     for (int64_t i = begin; i < end; i += kProbeBlock) {
       const int64_t m = std::min(kProbeBlock, end - i);
-      kernels.find(index, request->keys.data() + i, m, slots + i, score.update, score.score, &rows);
+      const auto find = [&](ScoreUpdate update) {
+        kernels.find(index, request->keys.data() + i, m, slots + i, update, score.score, &rows);
+      };
+      if (score.update != ScoreUpdate::kKeep && request->table->watched()) {
+        find(ScoreUpdate::kKeep);  // the score of a hit changes too, so its row is announced first
+        request->table->BeforeChange({slots + i, static_cast<size_t>(m)});
+      }
+      find(score.update);
       for (int64_t j = i; j < i + m; ++j) {
         if (slots[j] == kNoSlot) missing_here.push_back(static_cast<uint32_t>(j));
       }
@@ -163,8 +171,8 @@ void Validate(std::span<const LookupRequest> requests) {
   std::sort(tables.begin(), tables.end());
   const auto twice = std::adjacent_find(tables.begin(), tables.end());
   if (twice != tables.end()) {
-    throw InvalidArgument("requests should name each table once but '" +
-                          (*twice)->options().name + "' is there twice");
+    throw InvalidArgument("requests should name each table once but '" + (*twice)->options().name +
+                          "' is there twice");
   }
 }
 
@@ -277,8 +285,8 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
     return results;
   }
   for (size_t i = 0; i < requests.size(); ++i) {
-    results[i].slots = std::make_unique<SlotList>(
-        requests[i].table, static_cast<int64_t>(requests[i].keys.size()));
+    results[i].slots = std::make_unique<SlotList>(requests[i].table,
+                                                  static_cast<int64_t>(requests[i].keys.size()));
   }
   const auto guards = LockAll<std::unique_lock<RwLock>>(requests);
   for (size_t i = 0; i < requests.size(); ++i) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "embstore/snapshot.h"
 #include "fork_guard.h"
 
 namespace embstore {
@@ -70,9 +71,9 @@ Table::Table(const TableOptions& options)
       initializer_(options.initializer, options.seed, options.name) {
   index_.emplace(options.index);
   const auto row_bytes = static_cast<size_t>(index_->capacity() * row_stride_);
-  RequireAvailableMemory(index_->bytes() + row_bytes,
-                         "table '" + options.name + "' with " +
-                             std::to_string(index_->capacity()) + " rows");
+  RequireAvailableMemory(
+      index_->bytes() + row_bytes,
+      "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
   ForkGuard::Add(this);
 }
@@ -88,6 +89,7 @@ void Table::Close() {
   index_.reset();
   rows_ = HugeBuffer();
   stamps_ = {};
+  changes_.reset();
 }
 
 RowsView Table::rows() const {
@@ -96,9 +98,7 @@ RowsView Table::rows() const {
 
 std::byte* Table::row(Slot slot) const { return rows_.data() + slot * row_stride_; }
 
-float* Table::state(Slot slot) const {
-  return reinterpret_cast<float*>(row(slot) + state_offset_);
-}
+float* Table::state(Slot slot) const { return reinterpret_cast<float*>(row(slot) + state_offset_); }
 
 TableStats Table::stats() const {
   std::shared_lock guard(lock_);
@@ -148,8 +148,9 @@ void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
   RequireOpen();
   if (options_.score_strategy != ScoreStrategy::kCustomized) {
-    throw InvalidArgument("score should be set only on a table whose strategy is customized, and '" +
-                          options_.name + "' has another");
+    throw InvalidArgument(
+        "score should be set only on a table whose strategy is customized, and '" + options_.name +
+        "' has another");
   }
   if (score == 0) throw InvalidArgument("score should be at least 1 but is: 0");
   custom_score_ = score;
@@ -164,6 +165,17 @@ void Table::set_step(uint64_t step) {
   }
   if (step == 0) throw InvalidArgument("step should be at least 1 but is: 0");
   step_ = step;
+}
+
+void Table::RaiseClock(uint64_t score) {
+  std::unique_lock guard(lock_);
+  if (score > 0) last_timestamp_ = std::max(last_timestamp_, score - 1);
+}
+
+void Table::set_seed(uint64_t seed) {
+  std::unique_lock guard(lock_);
+  options_.seed = seed;
+  initializer_ = Initializer(options_.initializer, seed, options_.name);
 }
 
 void Table::RequireScore() const {
@@ -197,8 +209,12 @@ void Table::Grow() {
                                    std::to_string(2 * index_->capacity()) + " rows");
   const int64_t old_capacity = index_->capacity();
   rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
+  if (snapshot_) snapshot_->Grow(2 * old_capacity);
+  if (changes_) changes_->Grow(2 * old_capacity);
   index_->Grow([this](Slot from, Slot to) {
     std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
+    if (snapshot_) snapshot_->Move(from, to);
+    if (changes_) changes_->Move(from, to);
   });
   ++layout_;
   std::lock_guard guard(lists_mutex_);
@@ -215,7 +231,8 @@ void Table::GrowFor(const int64_t* keys, std::span<const uint32_t> missing) {
     return static_cast<int64_t>(index_->max_load_factor() *
                                 static_cast<double>(index_->capacity()));
   };
-  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit()) return;
+  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit())
+    return;
   std::vector<int64_t> distinct;
   distinct.reserve(missing.size());
   for (uint32_t i : missing) distinct.push_back(keys[i]);
@@ -232,8 +249,9 @@ void Table::Reserve(int64_t rows) {
                           std::to_string(index_->max_capacity()) +
                           ") but is: " + std::to_string(rows));
   }
-  while (index_->CanGrow() && static_cast<double>(rows) > index_->max_load_factor() *
-                                                              static_cast<double>(index_->capacity())) {
+  while (index_->CanGrow() &&
+         static_cast<double>(rows) >
+             index_->max_load_factor() * static_cast<double>(index_->capacity())) {
     Grow();
   }
 }
@@ -279,8 +297,8 @@ struct Table::InsertPass {
 
 // Threads share the work by bucket, so that the keys of one bucket come in the order of the batch
 // whatever the number of threads.
-Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
-                                std::span<const uint32_t> missing, uint64_t score, bool evict) {
+Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                                uint64_t score, bool evict) {
   constexpr size_t kWorthSharing = 256;
   const int64_t parts = missing.size() < kWorthSharing ? 1 : NumThreads();
   std::vector<InsertPass> passes(static_cast<size_t>(parts));
@@ -300,9 +318,11 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
       if (slot != kNoSlot && !inserted && counts) {
         index_->set_score(slot, index_->entry(slot).score + 1);
       }
+      if (inserted) AfterInsert(slot);
       if (slot == kNoSlot && evict) {
         slot = index_->Victim(bucket, [&](Slot s) { return IsStamped(s); });
         if (slot != kNoSlot) {
+          if (watched()) BeforeChange(slot);
           const IndexEntry& victim = index_->entry(slot);
           pass.evicted.push_back({victim.key, victim.score, slot});
           index_->Replace(slot, key, score);
@@ -383,7 +403,8 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
 
 void Table::InitRow(Slot slot, int64_t key) {
   if (options_.dtype == DType::kFloat32) {
-    initializer_.Fill(key, {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
+    initializer_.Fill(key,
+                      {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
   } else {
     thread_local std::vector<float> vector;
     vector.resize(static_cast<size_t>(options_.dim));
@@ -404,6 +425,9 @@ void Table::InitialVector(int64_t key, float* out) const {
 
 void Table::LogEvictions(std::span<Evicted> evicted) {
   stats_.evictions += static_cast<int64_t>(evicted.size());
+  if (changes_) {
+    for (const Evicted& gone : evicted) changes_->Remove(gone.key);
+  }
   if (options_.eviction_log == EvictionLog::kOff) return;
   // They come in the order of the threads that found them; the log must not depend on those.
   std::sort(evicted.begin(), evicted.end(),

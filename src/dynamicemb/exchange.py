@@ -78,7 +78,7 @@ class SumOfOwners(torch.autograd.Function):
 class AnswersOfOwners(torch.autograd.Function):
     """Single vectors: what the owners answered, put where the batch asked for it.
 
-        answers (keys that I own, dim)  ->  (n, dim): vector index[i] of all replies for occurrence i
+    answers (keys that I own, dim)  ->  (n, dim): vector index[i] of all replies for occurrence i
     """
 
     @staticmethod

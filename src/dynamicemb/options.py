@@ -1,10 +1,10 @@
 """What a user says about a dynamic table: enumerations and option classes.
 
-    DynamicEmbTableOptions(
-        init_capacity=1 << 16,
-        initializer_args=DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.01),
-        score_strategy=DynamicEmbScoreStrategy.STEP,
-    )
+DynamicEmbTableOptions(
+    init_capacity=1 << 16,
+    initializer_args=DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.01),
+    score_strategy=DynamicEmbScoreStrategy.STEP,
+)
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ class _Routing(BaseSparseFeaturesDist[Any]):
                 raise error
             failed = received[:, 0].nonzero().view(-1).tolist()
             if failed:
-                raise RuntimeError(f"the input of dynamic tables should be valid but is not on ranks: {failed}")
+                raise RuntimeError(
+                    f"the input of dynamic tables should be valid but is not on ranks: {failed}"
+                )
             return self.exchange(prepared, received[:, 1:])
 
         return _Step(exchange)

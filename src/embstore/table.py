@@ -158,6 +158,15 @@ class Table:
         else:
             self._core.set_custom_score(value)
 
+    def raise_clock(self, score: int) -> None:
+        """Later batches of a TIMESTAMP table get at least this score: how ranks agree on a moment."""
+        self._core.raise_clock(score)
+
+    def reseed(self, seed: int) -> None:
+        """Rows that are yet to come start as they would in a table with this seed."""
+        self.options = replace(self.options, seed=seed)
+        self._core.set_seed(self.options.seed)
+
     # ---- rows by key
 
     def find(self, keys: object) -> tuple[Array, Array]:
@@ -291,6 +300,23 @@ class Table:
         whole = Rows.concatenate(list(self.export(min_score=min_score)))
         order = np.argsort(whole.keys, kind="stable")
         return Rows(whole.keys[order], whole.values[order], whole.states[order], whole.scores[order])
+
+    def snapshot(self) -> _core.Snapshot:
+        """The rows as they are now, to be read while the table is trained on. One at a time."""
+        return _core.Snapshot(self._core)
+
+    def track_changes(self, on: bool = True) -> None:
+        """Starts, with nothing changed so far, or stops to keep track for `take_changes`."""
+        self._core.track_changes(on)
+
+    def take_changes(self) -> tuple[Rows, npt.NDArray[np.int64]]:
+        """Rows that changed since the last call (vector, state or score) and keys that are gone."""
+        rows, removed = self._core.take_changes(True)
+        return Rows(*rows), removed
+
+    def restore_changes(self, changed: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> None:
+        """Puts back what `take_changes` gave, by key, when it could not be used."""
+        self._core.restore_changes(address(changed), len(changed), address(removed), len(removed))
 
     def evictions(self) -> Rows:
         """Takes what was evicted since the last call; empty unless eviction_log is set."""

@@ -8,7 +8,8 @@
 //
 // Invariants
 //  1. A row is initialised (or assigned) in the call that inserts its key.
-//  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth moves
+//  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth
+//  moves
 //     them, erasing turns them into kNoSlot.
 #pragma once
 
@@ -21,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "embstore/changes.h"
 #include "embstore/initializer.h"
 #include "embstore/kernels.h"
 #include "embstore/key_index.h"
@@ -65,6 +67,7 @@ struct RowBlock {
 // Throws InvalidArgument when there are 2^31 keys or more.
 void RequireBatchSize(size_t keys);
 
+class Snapshot;
 class Table;
 
 // The slots of a batch, kept for its backward pass. While it lives its rows are pinned.
@@ -103,10 +106,14 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t capacity() const;
 
   // The score that the next training batch will get (0 for kLfu, and for kCustomized before any
-  // was set). Never larger than a later score, always larger than an earlier one (kTimestamp, kStep).
+  // was set). Never larger than a later score, always larger than an earlier one (kTimestamp,
+  // kStep).
   uint64_t current_score();
   void set_custom_score(uint64_t score);  // kCustomized only, not 0
   void set_step(uint64_t step);           // kStep only: after a load
+  // Later batches of a strategy with a clock get at least this score: ranks agree on a moment.
+  void RaiseClock(uint64_t score);
+  void set_seed(uint64_t seed);           // of rows that are yet to come
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;
   // Rows of the keys; where a key is missing the row is zeros and found[i] == 0.
@@ -114,8 +121,8 @@ class Table : public std::enable_shared_from_this<Table> {
   void Read(std::span<const int64_t> keys, float* values, float* states, uint64_t* scores,
             uint8_t* found) const;
   // Writes rows, inserting missing keys (evicting if need be). Of duplicates the last one counts.
-  // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch score.
-  // Later timestamps are larger than the scores given here.
+  // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch
+  // score. Later timestamps are larger than the scores given here.
   // Returns how many distinct keys were refused.
   int64_t Assign(std::span<const int64_t> keys, const float* values, const float* states,
                  const uint64_t* scores);
@@ -123,8 +130,8 @@ class Table : public std::enable_shared_from_this<Table> {
   void Clear();
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
-  // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and is
-  // -1 after the last. Throws InvalidState when the table was grown or cleared in between.
+  // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and
+  // is -1 after the last. Throws InvalidState when the table was grown or cleared in between.
   struct Cursor {
     int64_t next = 0;
     uint64_t layout = 0;
@@ -132,6 +139,18 @@ class Table : public std::enable_shared_from_this<Table> {
   };
   RowBlock Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, bool with_values,
                   bool with_states) const;
+
+  // Starts (from an empty set of changes) or stops to keep track of changed rows and removed keys.
+  void TrackChanges(bool on);
+  // Takes what changed since the last call: whole rows, and the keys that are not there any more.
+  // Throws InvalidState unless changes are tracked.
+  struct Changes {
+    RowBlock rows;
+    std::vector<int64_t> removed;
+  };
+  Changes TakeChanges(bool with_states);
+  // Puts back what was taken but could not be used.
+  void RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed);
 
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
@@ -157,10 +176,16 @@ class Table : public std::enable_shared_from_this<Table> {
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
   int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
                         uint64_t score);
+  // Someone wants to know of changes before they happen: a snapshot, or a set of changes.
+  bool watched() const { return snapshot_ || changes_; }
+  // REQUIRES watched(). Rows that have been announced may change until the lock is released.
+  void BeforeChange(std::span<const Slot> slots);  // kNoSlot is passed by
+  void BeforeChange(Slot slot);
   // Without a score of its own for a new key: new rows of kLfu begin at one occurrence.
   bool counts_occurrences() const { return options_.score_strategy == ScoreStrategy::kLfu; }
 
  private:
+  friend class Snapshot;
   friend class SlotList;
   friend class ForkGuard;
   struct Evicted {
@@ -178,6 +203,10 @@ class Table : public std::enable_shared_from_this<Table> {
   void StampPinned();
   void LogEvictions(std::span<Evicted> evicted);
   void InitRow(Slot slot, int64_t key);
+  void AfterInsert(Slot slot);  // into a slot that was free
+  template <typename Wanted>
+  std::vector<Slot> Select(int64_t begin, int64_t end, const Wanted& wanted) const;
+  RowBlock Collect(std::span<const Slot> slots, bool with_values, bool with_states) const;
   std::byte* row(Slot slot) const;
   float* state(Slot slot) const;
   bool IsStamped(Slot slot) const { return stamps_[static_cast<size_t>(slot)] == stamp_; }
@@ -194,9 +223,11 @@ class Table : public std::enable_shared_from_this<Table> {
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
   RowBlock log_;
+  Snapshot* snapshot_ = nullptr;  // takes itself off when it ends
+  std::unique_ptr<ChangeSet> changes_;
 
-  // Registered lists. A mutex of its own, never held while anything else is waited for: a list may be
-  // dropped by a thread that must not wait for the table.
+  // Registered lists. A mutex of its own, never held while anything else is waited for: a list may
+  // be dropped by a thread that must not wait for the table.
   std::mutex lists_mutex_;
   std::vector<SlotList*> lists_;
   // stamps_[slot] == stamp_ marks a slot as pinned for the running call.
