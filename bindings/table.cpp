@@ -43,6 +43,19 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
                         ToNumpy(std::move(block.scores), n));
 }
 
+InitializerOptions InitializerFrom(int kind, const std::vector<double>& values) {
+  const auto number = [&](size_t i) { return static_cast<float>(values.at(i)); };
+  InitializerOptions options;
+  options.kind = static_cast<InitializerKind>(kind);
+  options.value = number(0);
+  options.mean = number(1);
+  options.std_dev = number(2);
+  options.lower = number(3);
+  options.upper = number(4);
+  Validate(options);
+  return options;
+}
+
 std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
                                  int64_t init_capacity, int64_t max_capacity,
                                  int64_t bucket_capacity, double max_load_factor,
@@ -57,13 +70,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.index = {init_capacity, max_capacity, bucket_capacity, max_load_factor};
   options.optimizer.kind = OptimizerFromName(optimizer);
   options.optimizer.initial_accumulator = static_cast<float>(initial_accumulator);
-  options.initializer.kind = static_cast<InitializerKind>(initializer);
-  const auto number = [&](size_t i) { return static_cast<float>(initializer_values.at(i)); };
-  options.initializer.value = number(0);
-  options.initializer.mean = number(1);
-  options.initializer.std_dev = number(2);
-  options.initializer.lower = number(3);
-  options.initializer.upper = number(4);
+  options.initializer = InitializerFrom(initializer, initializer_values);
   options.score_strategy = static_cast<ScoreStrategy>(score_strategy);
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
@@ -109,6 +116,15 @@ void BindTable(nb::module_& m) {
     return states;
   });
 
+  m.def("initial_values", [](int kind, const std::vector<double>& values, uint64_t seed,
+                             const std::string& stream, uintptr_t keys, int64_t n, int64_t dim,
+                             uintptr_t out) {
+    const Initializer initializer(InitializerFrom(kind, values), seed, stream);
+    for (int64_t i = 0; i < n; ++i) {
+      initializer.Fill(Address<const int64_t>(keys)[i],
+                       {Address<float>(out) + i * dim, static_cast<size_t>(dim)});
+    }
+  }, nb::call_guard<nb::gil_scoped_release>());
   m.def("stored_row_bytes", [](int64_t dim, int dtype, const std::string& optimizer) {
     OptimizerOptions options;
     options.kind = OptimizerFromName(optimizer);
@@ -197,6 +213,12 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
+      .def("set_optimizer", [](Table& table, const std::string& name, double initial_accumulator) {
+             OptimizerOptions options;
+             options.kind = OptimizerFromName(name);
+             options.initial_accumulator = static_cast<float>(initial_accumulator);
+             table.SetOptimizer(options);
+           }, Unlocked(), "optimizer"_a, "initial_accumulator"_a)
       .def("prefetch", [](Table& table, uintptr_t keys, int64_t n) {
              return table.Prefetch(Keys(keys, n));
            }, Unlocked())

@@ -142,6 +142,8 @@ struct Work {
       float* vector = extra.data() + j * dim;
       if (const std::byte* row = below.Find(key).data) {
         ActiveKernels().load_vector(row, table.dim(), table.options().dtype, vector);
+      } else if (initial && request->initial) {
+        std::copy_n(request->initial + missing[j] * dim, dim, vector);
       } else if (initial) {
         table.initializer().Fill(key, {vector, dim});
       } else {
@@ -193,7 +195,8 @@ void InsertAll(std::vector<Work>& works) {
   }
   const auto insert = [](Work& work) {
     work.refused = work.request->table->InsertMissing(work.request->keys.data(), work.slots,
-                                                      work.missing, work.score.score);
+                                                      work.missing, work.score.score,
+                                                      work.request->initial);
   };
   // Many tables share the threads between them, few share them inside.
   if (static_cast<int>(busy.size()) >= NumThreads()) {

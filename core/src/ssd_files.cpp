@@ -146,7 +146,7 @@ SsdLayout::SsdLayout(const SsdStoreOptions& options)
 }
 
 SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
-    : path_(options.path), direct_(options.direct) {
+    : path_(options.path), direct_(options.direct && options.create), writable_(options.create) {
   namespace fs = std::filesystem;
   std::error_code error;
   if (path_.empty()) throw InvalidArgument("path should be a directory but is empty");
@@ -154,14 +154,15 @@ SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
     ThrowIo(ENOENT, "opening the store " + path_);
   }
   for (const char* folder : {"", "/values", "/keys", "/meta", "/snapshots"}) {
+    if (!options.create) break;
     fs::create_directories(path_ + folder, error);
     if (error) ThrowIo(error.value(), "creating " + path_ + folder);
   }
   const std::string lock = path_ + "/LOCK";
-  lock_fd_ = open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  lock_fd_ = open(lock.c_str(), (options.create ? O_RDWR | O_CREAT : O_RDONLY) | O_CLOEXEC, 0644);
   if (lock_fd_ < 0) ThrowIo("opening " + lock);
   try {
-    if (flock(lock_fd_, LOCK_EX | LOCK_NB) != 0) {
+    if (flock(lock_fd_, (options.create ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
       if (errno == EWOULDBLOCK) {
         ThrowIo(EWOULDBLOCK, "the store " + path_ + " is locked: some process has it open");
       }
@@ -201,7 +202,7 @@ void SsdFiles::CheckSizes(const SsdStoreOptions& options, const SsdLayout& layou
   for (const auto& [name, value] : sizes) {
     const std::string file = path_ + "/" + name;
     const std::string text = std::to_string(value) + "\n";
-    if (!std::filesystem::exists(file)) {
+    if (options.create && !std::filesystem::exists(file)) {
       WriteFile(file, text.data(), text.size());
     } else if (const std::string there = ReadFile(file); std::atoll(there.c_str()) != value) {
       throw InvalidArgument("the store " + path_ + " was made with " + name + " " +
@@ -244,7 +245,8 @@ int SsdFiles::Get(Kind kind, int64_t chunk, bool create) {
   if (fd < 0) {
     const std::string name = NameOf(kind, chunk);
     const int direct = kind == kValues && direct_ ? O_DIRECT : 0;
-    fd = open(name.c_str(), O_RDWR | O_CLOEXEC | direct | (create ? O_CREAT : 0), 0644);
+    fd = open(name.c_str(),
+              (writable_ ? O_RDWR : O_RDONLY) | O_CLOEXEC | direct | (create ? O_CREAT : 0), 0644);
     if (fd < 0 && (create || errno != ENOENT)) ThrowIo("opening " + name);
   }
   return fd;

@@ -86,6 +86,7 @@ class SsdFiles {
 
   std::string path_;
   bool direct_;
+  bool writable_;
   int64_t alignment_ = 1;
   int lock_fd_ = -1;
   std::mutex mutex_;

@@ -119,7 +119,7 @@ void SsdStoreImpl::FindSnapshots() {
   for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
     const std::string name = entry.path().filename();
     if (name.starts_with(kUnfinished)) {
-      fs::remove_all(entry.path());
+      if (options_.create) fs::remove_all(entry.path());
       continue;
     }
     std::vector<uint64_t> rows;
@@ -165,7 +165,7 @@ void SsdStoreImpl::WriteSnapshot(const std::string& folder,
 void SsdStoreImpl::Snapshot(const std::string& name) {
   RequireSnapshotName(name);
   std::unique_lock guard(lock_);
-  RequireUsable();
+  RequireWritable();
   FlushOpen();
   files_->Sync();
   std::vector<uint64_t> rows;
@@ -193,7 +193,7 @@ void SsdStoreImpl::Snapshot(const std::string& name) {
 void SsdStoreImpl::DeleteSnapshot(const std::string& name) {
   RequireSnapshotName(name);
   std::unique_lock guard(lock_);
-  RequireUsable();
+  RequireWritable();
   if (!snapshots_.contains(name)) {
     ThrowIo(ENOENT, Describe() + " has no snapshot '" + name + "'");
   }

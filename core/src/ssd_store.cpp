@@ -48,6 +48,11 @@ void SsdStoreImpl::RequireUsable() const {
   }
 }
 
+void SsdStoreImpl::RequireWritable() const {
+  RequireUsable();
+  if (!options_.create) throw InvalidState(Describe() + " was opened for reading");
+}
+
 void SsdStoreImpl::RequireKeys(std::span<const int64_t> keys) const {
   if (layout_.key_bytes == 8) return;
   for (int64_t key : keys) {
@@ -232,7 +237,7 @@ void SsdStoreImpl::Contains(std::span<const int64_t> keys, uint8_t* found) const
 void SsdStoreImpl::Put(std::span<const int64_t> keys, const std::byte* rows,
                        const uint64_t* scores) {
   std::unique_lock guard(lock_);
-  RequireUsable();
+  RequireWritable();
   RequireKeys(keys);
   RequireRoom(keys);
   const auto n = static_cast<int64_t>(keys.size());
@@ -249,7 +254,7 @@ void SsdStoreImpl::Put(std::span<const int64_t> keys, const std::byte* rows,
 
 void SsdStoreImpl::Erase(std::span<const int64_t> keys) {
   std::unique_lock guard(lock_);
-  RequireUsable();
+  RequireWritable();
   for (int64_t key : keys) {
     const SsdIndex::Entry* entry = index_.Find(key);
     if (!entry) continue;
@@ -261,7 +266,7 @@ void SsdStoreImpl::Erase(std::span<const int64_t> keys) {
 
 void SsdStoreImpl::Clear() {
   std::unique_lock guard(lock_);
-  RequireUsable();
+  RequireWritable();
   ForgetRows();
 }
 

@@ -115,6 +115,7 @@ class SsdStoreImpl final : public SsdStore {
   };
 
   void RequireUsable() const;
+  void RequireWritable() const;
   void RequireKeys(std::span<const int64_t> keys) const;
   void RequireRoom(std::span<const int64_t> keys) const;
   const std::byte* InMemory(uint32_t row, uint64_t* score) const;

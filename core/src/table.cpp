@@ -343,13 +343,13 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                             uint64_t score) {
+                             uint64_t score, const float* initial) {
   if (missing.empty()) return 0;
-  return InsertMissing(keys, slots, missing, score, Fetch(keys, missing));
+  return InsertMissing(keys, slots, missing, score, Fetch(keys, missing), initial);
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                             uint64_t score, const FetchedRows& below) {
+                             uint64_t score, const FetchedRows& below, const float* initial) {
   GrowFor(keys, missing);
   InsertPass done;  // inserted: keys that have no row yet
   std::vector<uint32_t> blocked(missing.begin(), missing.end());
@@ -366,7 +366,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
       const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
-        FillRow(slots[i], keys[i], below);
+        FillRow(slots[i], keys[i], below, initial ? initial + i * options_.dim : nullptr);
       }
     });
     stats_.inserts += rows;
@@ -408,8 +408,10 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   return distinct;
 }
 
-void Table::InitRow(Slot slot, int64_t key) {
-  if (options_.dtype == DType::kFloat32) {
+void Table::InitRow(Slot slot, int64_t key, const float* initial) {
+  if (initial) {
+    ActiveKernels().store_vector(initial, options_.dim, options_.dtype, row(slot));
+  } else if (options_.dtype == DType::kFloat32) {
     initializer_.Fill(key,
                       {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
   } else {

@@ -142,7 +142,8 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   // A row that is replaced as a whole need not be fetched.
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
   const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score,
-                                        whole ? FetchedRows() : Fetch(keys.data(), missing));
+                                        whole ? FetchedRows() : Fetch(keys.data(), missing),
+                                        /*initial=*/nullptr);
   Grouping grouping(slots, n, index_->capacity());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();
@@ -170,6 +171,7 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   if (options_.store) {
     only_below = CountOnlyBelow(keys);
     options_.store->Erase(keys);  // first: if it fails, nothing has changed
+    if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
   }
   NextStamp();
   int64_t erased = 0;
@@ -210,11 +212,33 @@ void Table::Clear() {
   ForgetRows();
 }
 
+void Table::SetOptimizer(const OptimizerOptions& optimizer) {
+  Validate(optimizer);
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  const int64_t width = StateWidth(optimizer, options_.dim);
+  if (width != state_width_) {
+    throw InvalidArgument("optimizer of table '" + options_.name + "' should have " +
+                          std::to_string(state_width_) + " floats of state but " +
+                          std::string(Name(optimizer.kind)) + " has: " + std::to_string(width));
+  }
+  std::vector<float> before(static_cast<size_t>(width)), after(static_cast<size_t>(width));
+  InitState(options_.optimizer, options_.dim, before.data());
+  InitState(optimizer, options_.dim, after.data());
+  options_.optimizer = optimizer;
+  if (before == after) return;
+  for (Slot slot = 0; slot < static_cast<Slot>(index_->capacity()); ++slot) {
+    if (!index_->IsUsed(slot) || !std::equal(before.begin(), before.end(), state(slot))) continue;
+    std::copy(after.begin(), after.end(), state(slot));
+  }
+}
+
 void Table::ForgetRows() {
   index_->Clear();
   rows_.Clear();
   std::fill(dirty_.begin(), dirty_.end(), uint8_t{0});
   ++layout_;
+  ++contents_;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) std::fill_n(list->data(), list->size(), kNoSlot);
 }

@@ -192,7 +192,7 @@ class SsdStore(EngineStore):
     physical_block_bytes  4096 or 512: what the device reads at once
     capacity_rows         beyond it `put` raises and takes nothing (0: no bound)
     direct                reads and writes go past the page cache, where the filesystem can do that
-    create                False: the directory has to be a store already
+    create                False: only read a store that is there; several processes may do that at once
 
     Only snapshots outlive the process: a directory that is opened is empty until `load_snapshot`.
     Several live side by side; what one of them names is neither overwritten nor moved until

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
+from embstore.optimizers import Optimizer
 from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
 from embstore.stores import Store, scan_handle
 
@@ -248,6 +249,18 @@ class Table:
 
     # ---- training
 
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Another rule, or other numbers, from the next update on. Its state must be as wide as the present
+        one; rows in memory whose state is still as it began get the new beginning."""
+        before = self.options.optimizer
+        if (optimizer.engine_name, optimizer.initial_accumulator) != (
+            before.engine_name,
+            before.initial_accumulator,
+        ):
+            self._core.set_optimizer(optimizer.engine_name, optimizer.initial_accumulator)
+        self.options = replace(self.options, optimizer=optimizer)
+        self._learning_rate = float(optimizer.lr)
+
     def step_options(self) -> _core.StepOptions:
         """Counts an update and returns the engine's options for it."""
         self.optimizer_step += 1
@@ -291,11 +304,9 @@ class Table:
         Over a store, the rows in memory come first and then those that are only below.
         Raises RuntimeError when the table is grown, cleared or written back in between.
         """
-        cursor = _core.Cursor()
-        while cursor.next >= 0:
-            rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
-            if len(rows) or cursor.next < 0:
-                yield rows
+        yield from self.resident(
+            min_score=min_score, block_rows=block_rows, with_values=with_values, with_states=with_states
+        )
         if self._store_handle is None:
             return
         for keys, raw, scores in scan_handle(self._store_handle, block_rows):
@@ -310,6 +321,21 @@ class Table:
                     states if with_states else states[:0],
                     scores[wanted],
                 )
+
+    def resident(
+        self,
+        *,
+        min_score: int = 0,
+        block_rows: int = 65536,
+        with_values: bool = True,
+        with_states: bool = True,
+    ) -> Iterator[Rows]:
+        """`export` of the rows in memory alone."""
+        cursor = _core.Cursor()
+        while cursor.next >= 0:
+            rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
+            if len(rows) or cursor.next < 0:
+                yield rows
 
     def _unpack(self, rows: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Values and states of rows as a store keeps them."""

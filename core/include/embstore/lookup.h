@@ -26,6 +26,9 @@ struct LookupRequest {
   Pooling pooling = Pooling::kNone;
   std::span<const int64_t> offsets;  // pooled: bags + 1, from 0, ascending, the last is keys.size()
   const float* weights = nullptr;    // pooled: one for each key, or null
+  // What a key starts with where it is not stored: (n, dim), or null for the table's initializer.
+  // Read only for keys that are missing.
+  const float* initial = nullptr;
   VectorsView out;                   // base, dtype, stride, positions (one for each bag, or null)
 };
 

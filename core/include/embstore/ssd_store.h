@@ -34,7 +34,7 @@ struct SsdStoreOptions {
   int64_t physical_block_bytes = 4096;  // or 512
   int64_t capacity_rows = 0;            // 0: no bound
   bool direct = true;                   // past the page cache, where the filesystem can
-  bool create = true;                   // false: the directory must be a store already
+  bool create = true;  // false: only read a store that is there; several may do that
 };
 
 struct SsdStoreStats {

@@ -26,6 +26,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "embstore/initializer.h"
@@ -133,6 +134,9 @@ class Table : public std::enable_shared_from_this<Table> {
                  const uint64_t* scores);
   int64_t Erase(std::span<const int64_t> keys);  // returns how many were there
   void Clear();
+  // Another rule from the next update on. Its state must be as wide as the present one: throws
+  // InvalidArgument. Rows in memory whose state is still as it began get the new beginning.
+  void SetOptimizer(const OptimizerOptions& optimizer);
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
   // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and
@@ -151,6 +155,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // ---- over a store; without one these throw InvalidState ----
 
   // Brings the rows of those keys up that are only below. They stay pinned while the list lives.
+  // The store is read without the table's lock, so that training goes on meanwhile.
   std::unique_ptr<SlotList> Prefetch(std::span<const int64_t> keys);
   // Writes every dirty row down and flushes the store.
   void Flush();
@@ -182,12 +187,16 @@ class Table : public std::enable_shared_from_this<Table> {
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key of the call that has not
   // its row yet stays inserted, and no victim is lost.
+  // initial (n, dim): what new rows begin with, or null for the initializer.
   int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                        uint64_t score);
+                        uint64_t score, const float* initial = nullptr);
   // Rows of the missing keys that the store has (none without a store).
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
   // Finds the keys and brings up what is only below; the rest is kNoSlot. `slots` as above.
   void BringUp(std::span<const int64_t> keys, Slot* slots);
+  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Slot* slots) const;
+  void Install(std::span<const int64_t> keys, Slot* slots, std::vector<uint32_t> missing,
+               const FetchedRows& below);
   // To be called for rows that were changed; threads may mark different slots together.
   bool tracks_dirty() const { return options_.store != nullptr; }
   void MarkDirty(Slot slot) { dirty_[static_cast<size_t>(slot)] = 1; }
@@ -209,8 +218,8 @@ class Table : public std::enable_shared_from_this<Table> {
   InsertPass Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
                     uint64_t score, bool evict);
   int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                        uint64_t score, const FetchedRows& below);
-  void FillRow(Slot slot, int64_t key, const FetchedRows& below);
+                        uint64_t score, const FetchedRows& below, const float* initial);
+  void FillRow(Slot slot, int64_t key, const FetchedRows& below, const float* initial);
   void Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
             std::span<const uint32_t> inserted, std::span<const Evicted> evicted);
   bool MayExceedBudget() const;
@@ -222,7 +231,7 @@ class Table : public std::enable_shared_from_this<Table> {
   Store& RequireStore() const;
   void StampPinned();
   void LogEvictions(std::span<const Evicted> evicted);
-  void InitRow(Slot slot, int64_t key);
+  void InitRow(Slot slot, int64_t key, const float* initial);
   std::byte* row(Slot slot) const;
   float* state(Slot slot) const;
   bool IsStamped(Slot slot) const { return stamps_[static_cast<size_t>(slot)] == stamp_; }
@@ -248,6 +257,11 @@ class Table : public std::enable_shared_from_this<Table> {
   std::vector<uint8_t> stamps_;
   uint8_t stamp_ = 0;
   std::vector<uint8_t> dirty_;  // one for each slot; empty without a store
+  // While a Prefetch reads the store: the keys whose rows below changed since it began, and a number
+  // that changes when all of them did.
+  int64_t prefetches_ = 0;
+  std::unordered_set<int64_t> changed_below_;
+  uint64_t contents_ = 0;
 };
 
 }  // namespace embstore
