@@ -64,6 +64,7 @@ NB_MODULE(_core, m) {
       },
       "data"_a, "bytes"_a, "crc"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("crc32_combine", &Crc32Combine, "crc_a"_a, "crc_b"_a, "bytes_of_b"_a);
+  BindStore(m);
   BindTable(m);
   BindLookup(m);
   BindRouting(m);

@@ -6,6 +6,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -42,13 +43,26 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
       ToNumpy(std::move(block.states), state_rows, width), ToNumpy(std::move(block.scores), n));
 }
 
+InitializerOptions InitializerFrom(int kind, const std::vector<double>& values) {
+  const auto number = [&](size_t i) { return static_cast<float>(values.at(i)); };
+  InitializerOptions options;
+  options.kind = static_cast<InitializerKind>(kind);
+  options.value = number(0);
+  options.mean = number(1);
+  options.std_dev = number(2);
+  options.lower = number(3);
+  options.upper = number(4);
+  Validate(options);
+  return options;
+}
+
 std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
                                  int64_t init_capacity, int64_t max_capacity,
                                  int64_t bucket_capacity, double max_load_factor,
                                  const std::string& optimizer, double initial_accumulator,
                                  int initializer, const std::vector<double>& initializer_values,
                                  int score_strategy, uint64_t seed, int eviction_log,
-                                 int64_t eviction_log_capacity) {
+                                 int64_t eviction_log_capacity, std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -56,17 +70,12 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.index = {init_capacity, max_capacity, bucket_capacity, max_load_factor};
   options.optimizer.kind = OptimizerFromName(optimizer);
   options.optimizer.initial_accumulator = static_cast<float>(initial_accumulator);
-  options.initializer.kind = static_cast<InitializerKind>(initializer);
-  const auto number = [&](size_t i) { return static_cast<float>(initializer_values.at(i)); };
-  options.initializer.value = number(0);
-  options.initializer.mean = number(1);
-  options.initializer.std_dev = number(2);
-  options.initializer.lower = number(3);
-  options.initializer.upper = number(4);
+  options.initializer = InitializerFrom(initializer, initializer_values);
   options.score_strategy = static_cast<ScoreStrategy>(score_strategy);
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
+  options.store = std::move(store);
   return Table::Create(options);
 }
 
@@ -109,6 +118,21 @@ void BindTable(nb::module_& m) {
     return states;
   });
 
+  m.def("initial_values", [](int kind, const std::vector<double>& values, uint64_t seed,
+                             const std::string& stream, uintptr_t keys, int64_t n, int64_t dim,
+                             uintptr_t out) {
+    const Initializer initializer(InitializerFrom(kind, values), seed, stream);
+    for (int64_t i = 0; i < n; ++i) {
+      initializer.Fill(Address<const int64_t>(keys)[i],
+                       {Address<float>(out) + i * dim, static_cast<size_t>(dim)});
+    }
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("stored_row_bytes", [](int64_t dim, int dtype, const std::string& optimizer) {
+    OptimizerOptions options;
+    options.kind = OptimizerFromName(optimizer);
+    return StoredRowBytes(dim, static_cast<DType>(dtype), options);
+  });
+
   nb::class_<TableStats>(m, "TableStats")
       .def_ro("size", &TableStats::size)
       .def_ro("capacity", &TableStats::capacity)
@@ -118,7 +142,9 @@ void BindTable(nb::module_& m) {
       .def_ro("evictions", &TableStats::evictions)
       .def_ro("refusals", &TableStats::refusals)
       .def_ro("log_dropped", &TableStats::log_dropped)
-      .def_ro("bytes", &TableStats::bytes);
+      .def_ro("bytes", &TableStats::bytes)
+      .def_ro("fetches", &TableStats::fetches)
+      .def_ro("write_backs", &TableStats::write_backs);
 
   nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
 
@@ -127,7 +153,7 @@ void BindTable(nb::module_& m) {
       .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
-           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a)
+           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -226,6 +252,21 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
+      .def("set_optimizer", [](Table& table, const std::string& name, double initial_accumulator) {
+             OptimizerOptions options;
+             options.kind = OptimizerFromName(name);
+             options.initial_accumulator = static_cast<float>(initial_accumulator);
+             table.SetOptimizer(options);
+           }, Unlocked(), "optimizer"_a, "initial_accumulator"_a)
+      .def("prefetch", [](Table& table, uintptr_t keys, int64_t n) {
+             return table.Prefetch(Keys(keys, n));
+           }, Unlocked())
+      .def("flush", &Table::Flush, Unlocked())
+      .def("snapshot", &Table::Snapshot, Unlocked(), "name"_a)
+      .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
+      .def("resident", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+             table.Resident(Keys(keys, n), Address<uint8_t>(found));
+           }, Unlocked())
       .def("close", &Table::Close, Unlocked());
 
   nb::class_<Snapshot>(m, "Snapshot",

@@ -145,6 +145,8 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
                            sorted.data(), static_cast<int64_t>(sorted.size()), work->gradients,
                            scratch.data());
+    if (!table.tracks_dirty()) return;
+    for (const Occurrence& occurrence : sorted) table.MarkDirty(static_cast<Slot>(occurrence.slot));
   });
 }
 
@@ -212,7 +214,11 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   const auto n = static_cast<int64_t>(keys.size());
   const SlotList list(table.shared_from_this(), n);
   int64_t missing = 0;
-  {
+  if (table.store()) {
+    std::unique_lock guard(table.lock());
+    table.RequireOpen();
+    table.BringUp(keys, list.data());
+  } else {
     std::shared_lock guard(table.lock());
     table.RequireOpen();
     const IndexView index = table.index();

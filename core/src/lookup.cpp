@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "fetched_rows.h"
 
 namespace embstore {
 namespace {
@@ -31,6 +32,7 @@ struct Work {
 
   Work(const LookupRequest* from, Slot* to) : request(from), slots(to) {}
 
+  bool has_store() const { return request->table->store() != nullptr; }
   bool pooled() const { return request->pooling != Pooling::kNone; }
   const float* extra_rows() const { return extra.empty() ? nullptr : extra.data(); }
 
@@ -150,11 +152,25 @@ struct Work {
     }
   }
 
-  void UseInitialValues() {
-    const auto dim = static_cast<size_t>(request->table->dim());
+  // Evaluation: vectors from the store below, else initial values where they are wanted. What is
+  // left reads zero, as Answer wrote it.
+  void UseOtherVectors(bool initial) {
+    const Table& table = *request->table;
+    const auto dim = static_cast<size_t>(table.dim());
+    const FetchedRows below = table.Fetch(request->keys.data(), missing);
     extra.resize(missing.size() * dim);
     for (size_t j = 0; j < missing.size(); ++j) {
-      request->table->InitialVector(request->keys[missing[j]], extra.data() + j * dim);
+      const int64_t key = request->keys[missing[j]];
+      float* vector = extra.data() + j * dim;
+      if (const std::byte* row = below.Find(key).data) {
+        ActiveKernels().load_vector(row, table.dim(), table.options().dtype, vector);
+      } else if (initial && request->initial) {
+        std::copy_n(request->initial + missing[j] * dim, dim, vector);
+      } else if (initial) {
+        table.InitialVector(key, vector);
+      } else {
+        continue;
+      }
       slots[missing[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
@@ -196,7 +212,8 @@ void InsertAll(std::vector<Work>& works) {
   }
   const auto insert = [](Work& work) {
     work.refused = work.request->table->InsertMissing(work.request->keys.data(), work.slots,
-                                                      work.missing, work.score.score);
+                                                      work.missing, work.score.score,
+                                                      work.request->initial);
   };
   // Many tables share the threads between them, few share them inside.
   if (static_cast<int>(busy.size()) >= NumThreads()) {
@@ -220,14 +237,17 @@ void Run(std::vector<Work>& works, Access access) {
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();
-    if (access == Access::kReadInitial) work.UseInitialValues();
+    if (access == Access::kReadInitial || (access == Access::kReadZero && work.has_store())) {
+      work.UseOtherVectors(access == Access::kReadInitial);
+    }
     if (access == Access::kTrain) {
       work.request->table->CountHits(
           static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
     }
-    again |= !work.missing.empty();
+    // Zeros are already there.
+    again |= !work.missing.empty() && (access != Access::kReadZero || work.has_store());
   }
-  if (!again || access == Access::kReadZero) return;  // zeros are already there
+  if (!again) return;
   if (access == Access::kTrain) InsertAll(works);
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     auto& [work, piece] = tasks[static_cast<size_t>(task)];

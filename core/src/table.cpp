@@ -10,6 +10,7 @@
 
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
+#include "fetched_rows.h"
 #include "fork_guard.h"
 
 namespace embstore {
@@ -19,6 +20,10 @@ constexpr int64_t kRowAlignment = 16;
 constexpr int64_t kMaxDim = 1 << 16;
 
 int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+int64_t StateOffset(int64_t dim, DType dtype) {
+  return RoundUp(dim * static_cast<int64_t>(SizeOf(dtype)), 4);
+}
 
 uint64_t NowNanoseconds() {
   timespec now;
@@ -37,6 +42,13 @@ const TableOptions& Validated(const TableOptions& options) {
   }
   Validate(options.initializer);
   Validate(options.optimizer);
+  const int64_t row_bytes = StoredRowBytes(options.dim, options.dtype, options.optimizer);
+  if (options.store && options.store->row_bytes() != row_bytes) {
+    throw InvalidArgument("store should keep rows of " + std::to_string(row_bytes) +
+                          " bytes for table '" + options.name + "' but " +
+                          options.store->Describe() +
+                          " keeps: " + std::to_string(options.store->row_bytes()));
+  }
   return options;
 }
 
@@ -45,6 +57,10 @@ const TableOptions& Validated(const TableOptions& options) {
 void RequireBatchSize(size_t keys) {
   if (keys < size_t{1} << 31) return;
   throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " + std::to_string(keys));
+}
+
+int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer) {
+  return StateOffset(dim, dtype) + 4 * StateWidth(optimizer, dim);
 }
 
 SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
@@ -66,7 +82,7 @@ std::shared_ptr<Table> Table::Create(const TableOptions& options) {
 Table::Table(const TableOptions& options)
     : options_(options),
       state_width_(StateWidth(options.optimizer, options.dim)),
-      state_offset_(RoundUp(options.dim * static_cast<int64_t>(SizeOf(options.dtype)), 4)),
+      state_offset_(StateOffset(options.dim, options.dtype)),
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
       initializer_(options.initializer, options.seed, options.name) {
   index_.emplace(options.index);
@@ -75,10 +91,17 @@ Table::Table(const TableOptions& options)
       index_->bytes() + row_bytes,
       "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  if (options_.store) {
+    dirty_.resize(static_cast<size_t>(index_->capacity()), 0);
+    options_.store->Attach();
+  }
   ForkGuard::Add(this);
 }
 
-Table::~Table() { ForkGuard::Remove(this); }
+Table::~Table() {
+  ForkGuard::Remove(this);
+  if (index_ && options_.store) options_.store->Detach();
+}
 
 void Table::RequireOpen() const {
   if (!index_) throw InvalidState("table '" + options_.name + "' is closed");
@@ -86,10 +109,17 @@ void Table::RequireOpen() const {
 
 void Table::Close() {
   std::unique_lock guard(lock_);
+  if (!index_) return;
+  if (options_.store) {
+    WriteBackDirty();
+    options_.store->Flush();
+    options_.store->Detach();
+  }
   index_.reset();
   rows_ = HugeBuffer();
   stamps_ = {};
   changes_.reset();
+  dirty_ = {};
 }
 
 RowsView Table::rows() const {
@@ -204,6 +234,11 @@ Table::BatchScore Table::NextBatchScore() {
 }
 
 void Table::Grow() {
+  constexpr int64_t kMaxSlots = int64_t{1} << 31;
+  if (2 * index_->capacity() >= kMaxSlots) {
+    throw OutOfMemory("table '" + options_.name +
+                      "' has as many slots as there can be: " + std::to_string(index_->capacity()));
+  }
   const size_t more = index_->bytes_to_grow() + rows_.size();
   RequireAvailableMemory(more, "growing table '" + options_.name + "' to " +
                                    std::to_string(2 * index_->capacity()) + " rows");
@@ -211,10 +246,12 @@ void Table::Grow() {
   rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
   if (snapshot_) snapshot_->Grow(2 * old_capacity);
   if (changes_) changes_->Grow(2 * old_capacity);
+  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_capacity), 0);
   index_->Grow([this](Slot from, Slot to) {
     std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
     if (snapshot_) snapshot_->Move(from, to);
     if (changes_) changes_->Move(from, to);
+    if (tracks_dirty()) dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
   });
   ++layout_;
   std::lock_guard guard(lists_mutex_);
@@ -340,16 +377,22 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                             uint64_t score) {
+                             uint64_t score, const float* initial) {
   if (missing.empty()) return 0;
+  return InsertMissing(keys, slots, missing, score, Fetch(keys, missing), initial);
+}
+
+int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                             uint64_t score, const FetchedRows& below, const float* initial) {
   GrowFor(keys, missing);
-  InsertPass done = Insert(keys, slots, missing, score, /*evict=*/false);
-  const auto count_inserted = [&](size_t keys_inserted) {
-    index_->AddSize(static_cast<int64_t>(keys_inserted));
-    stats_.inserts += static_cast<int64_t>(keys_inserted);
+  InsertPass done;  // inserted: keys that have no row yet
+  std::vector<uint32_t> blocked(missing.begin(), missing.end());
+  const auto insert_if_room = [&] {
+    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
+    index_->AddSize(static_cast<int64_t>(more.inserted.size()));
+    blocked = std::move(more.blocked);
+    done.inserted = std::move(more.inserted);
   };
-  count_inserted(done.inserted.size());
-  std::vector<uint32_t> blocked = std::move(done.blocked);
   const auto finish_rows = [&] {
     constexpr int64_t kRowsPerTask = 512;
     const auto rows = static_cast<int64_t>(done.inserted.size());
@@ -362,28 +405,32 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
           for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);
         }
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
-        InitRow(slots[i], keys[i]);
+        FillRow(slots[i], keys[i], below, initial ? initial + i * options_.dim : nullptr);
       }
     });
+    stats_.inserts += rows;
     done.inserted.clear();
   };
+  insert_if_room();
   // A full bucket of a table that may grow: double until there is room.
   while (!blocked.empty() && index_->CanGrow()) {
     finish_rows();  // growing may fail, and rows that have a key must be whole by then
     Grow();
-    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
-    count_inserted(more.inserted.size());
-    blocked = std::move(more.blocked);
-    done.inserted = std::move(more.inserted);
+    insert_if_room();
   }
   if (!blocked.empty() && options_.score_strategy != ScoreStrategy::kNoEviction) {
     std::sort(blocked.begin(), blocked.end());
     finish_rows();  // stamps may fail as well
     StampPinned();
     InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/true);
-    stats_.inserts += static_cast<int64_t>(more.inserted.size());
     done.inserted = std::move(more.inserted);
     blocked = std::move(more.blocked);
+    try {
+      WriteBack(more.evicted);  // the last moment: rows are still those of the victims
+    } catch (...) {
+      Undo(keys, slots, missing, done.inserted, more.evicted);
+      throw;
+    }
     try {
       LogEvictions(more.evicted);  // reads the rows, so before they are made anew
     } catch (...) {
@@ -392,6 +439,11 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
     }
   }
   finish_rows();
+  while (!blocked.empty() && MayExceedBudget()) {
+    Grow();
+    insert_if_room();
+    finish_rows();
+  }
   if (blocked.empty()) return 0;
   std::vector<int64_t> refused;
   for (uint32_t i : blocked) refused.push_back(keys[i]);
@@ -401,8 +453,10 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   return distinct;
 }
 
-void Table::InitRow(Slot slot, int64_t key) {
-  if (options_.dtype == DType::kFloat32) {
+void Table::InitRow(Slot slot, int64_t key, const float* initial) {
+  if (initial) {
+    ActiveKernels().store_vector(initial, options_.dim, options_.dtype, row(slot));
+  } else if (options_.dtype == DType::kFloat32) {
     initializer_.Fill(key,
                       {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
   } else {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from embstore import stores
 from embstore._core import get_num_threads, isa, set_num_threads
 from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
@@ -81,4 +82,5 @@ __all__ = [
     "open_dump",
     "owner",
     "set_num_threads",
+    "stores",
 ]

@@ -46,6 +46,7 @@ class Request:
     offsets    (bags + 1) int64; not pooled: the runs of keys that `positions` places
     weights    (n) float32 or None, pooled only
     positions  (bags) int64: element offsets of the bags (or runs) in `out`, or None for one after the other
+    initial    (n, dim) float32: what keys start with where they are not stored, or None for the initializer
     out        where the vectors go; made when None: (n, dim) or (bags, dim) of `dtype`
     """
 
@@ -55,6 +56,7 @@ class Request:
     offsets: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    initial: torch.Tensor | None = None
     out: torch.Tensor | None = None
     dtype: torch.dtype | None = None
 
@@ -131,6 +133,7 @@ class Batch:
                     int(dtype),
                     r.table.dim,
                     _pointer(r.positions),
+                    _pointer(r.initial),
                 )
             )
         results = _core.look_up(core_requests, int(access))

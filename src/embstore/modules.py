@@ -38,13 +38,18 @@ class PendingGradients:
             keys, sums = _core.reduce_gradients(request)
             self._pending.setdefault(table.name, []).append((table, keys, sums, slots))
 
-    def step(self, tables: Sequence[Table]) -> None:
-        pending, self._pending = self._pending, {}
+    def step(self, tables: Sequence[Table], *, scale: float = 1.0, keep: bool = False) -> None:
+        """One update of every table with the sum of its pending gradients, times `scale`. They are dropped
+        by that, or kept until `clear` as torch keeps those of parameters until zero_grad."""
+        pending = self._pending
+        if not keep:
+            self._pending = {}
         for table in tables:
             parts = pending.get(table.name)
             if parts:
                 keys = np.concatenate([keys for _, keys, _, _ in parts])
-                table.apply_gradients(keys, np.concatenate([sums for _, _, sums, _ in parts]))
+                sums = np.concatenate([sums for _, _, sums, _ in parts])
+                table.apply_gradients(keys, sums if scale == 1.0 else sums * np.float32(scale))
             else:
                 table.optimizer_step += 1
 

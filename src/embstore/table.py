@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
+from embstore.optimizers import Optimizer
 from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
+from embstore.stores import Store, scan_handle
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of a table since it was made, and its sizes now."""
+    """Counters of a table since it was made, and its sizes now.
+
+    inserts counts the rows that took a slot, fetches those of them that came from the store below, and
+    write_backs the rows that went down to it.
+    """
 
     size: int
     capacity: int
@@ -52,6 +58,8 @@ class Stats:
     refusals: int
     log_dropped: int
     bytes: int
+    fetches: int
+    write_backs: int
 
 
 class RefusedKeysError(RuntimeError):
@@ -64,14 +72,21 @@ class Table:
     Takes a `TableOptions`, or a name and the fields of `TableOptions` as keywords. Keys are integers in
     numpy arrays, torch tensors or sequences; answers come in the kind (and on the device) of the keys.
     A table may be read by several threads while one writes.
+
+    Over a `store` (see embstore.stores) it is a write-back cache: max_capacity is then the budget of the
+    cache, and `len` counts the rows in memory.
     """
 
-    def __init__(self, options: TableOptions | str, /, **keywords: Any) -> None:
+    def __init__(
+        self, options: TableOptions | str, /, *, store: Store | None = None, **keywords: Any
+    ) -> None:
         if isinstance(options, str):
             options = TableOptions(name=options, **keywords)
         elif keywords:
             options = replace(options, **keywords)
         self.options = options
+        self.store = store
+        self._store_handle = None if store is None else store.handle()
         optimizer = options.optimizer
         self._learning_rate = float(optimizer.lr)
         # Updates so far: the t of Adam's bias correction is one more.
@@ -92,6 +107,7 @@ class Table:
             seed=options.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
+            store=self._store_handle,
         )
 
     # ---- what it is
@@ -241,6 +257,18 @@ class Table:
 
     # ---- training
 
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Another rule, or other numbers, from the next update on. Its state must be as wide as the present
+        one; rows in memory whose state is still as it began get the new beginning."""
+        before = self.options.optimizer
+        if (optimizer.engine_name, optimizer.initial_accumulator) != (
+            before.engine_name,
+            before.initial_accumulator,
+        ):
+            self._core.set_optimizer(optimizer.engine_name, optimizer.initial_accumulator)
+        self.options = replace(self.options, optimizer=optimizer)
+        self._learning_rate = float(optimizer.lr)
+
     def step_options(self, *, count: bool = True) -> _core.StepOptions:
         """The engine's options for the next update, which is counted here or, without `count`, by the
         caller once it is done."""
@@ -285,15 +313,53 @@ class Table:
     ) -> Iterator[Rows]:
         """All rows whose score is at least min_score, in blocks. What is left out has no rows.
 
-        Raises RuntimeError when the table is grown or cleared in between.
+        Over a store, the rows in memory come first and then those that are only below.
+        Raises RuntimeError when the table is grown, cleared or written back in between.
         """
         block_rows = as_integer(block_rows, 1, (1 << 63) - 1, "block_rows")
         min_score = as_integer(min_score, 0, (1 << 64) - 1, "min_score")
+        yield from self.resident(
+            min_score=min_score, block_rows=block_rows, with_values=with_values, with_states=with_states
+        )
+        if self._store_handle is None:
+            return
+        for keys, raw, scores in scan_handle(self._store_handle, block_rows):
+            resident = np.empty(len(keys), np.uint8)
+            self._core.resident(address(keys), len(keys), address(resident))
+            wanted = (resident == 0) & (scores >= min_score)
+            if wanted.any():
+                values, states = self._unpack(raw[wanted])
+                yield Rows(
+                    keys[wanted],
+                    values if with_values else values[:0],
+                    states if with_states else states[:0],
+                    scores[wanted],
+                )
+
+    def resident(
+        self,
+        *,
+        min_score: int = 0,
+        block_rows: int = 65536,
+        with_values: bool = True,
+        with_states: bool = True,
+    ) -> Iterator[Rows]:
+        """`export` of the rows in memory alone."""
         cursor = _core.Cursor()
         while cursor.next >= 0:
             rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
             if len(rows) or cursor.next < 0:
                 yield rows
+
+    def _unpack(self, rows: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Values and states of rows as a store keeps them."""
+        at = rows.shape[1] - 4 * self.state_width
+        states = np.ascontiguousarray(rows[:, at:]).view(np.float32).reshape(len(rows), self.state_width)
+        raw = np.ascontiguousarray(rows[:, : self.dim * (4 if self.options.dtype == DType.FLOAT32 else 2)])
+        if self.options.dtype == DType.BFLOAT16:
+            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32), states
+        kind = np.float32 if self.options.dtype == DType.FLOAT32 else np.float16
+        return raw.view(kind).astype(np.float32), states
 
     def rows(self, *, min_score: int = 0) -> Rows:
         """`export` in one piece, sorted by key."""
@@ -323,8 +389,28 @@ class Table:
         return Rows(*self._core.drain_evictions())
 
     def close(self) -> None:
-        """Frees the memory now. Every other use but `stats` raises RuntimeError afterwards."""
+        """Frees the memory now, after changed rows went down to the store. Every other use but `stats` raises
+        RuntimeError afterwards."""
         self._core.close()
+
+    # ---- over a store
+
+    def prefetch(self, keys: object) -> _core.SlotList:
+        """Brings up the rows of those keys that are only below; they stay up while the result lives."""
+        k = as_keys(keys)
+        return self._core.prefetch(k.address, k.n)
+
+    def flush(self) -> None:
+        """Writes changed rows down to the store, and flushes it."""
+        self._core.flush()
+
+    def snapshot(self, name: str) -> None:
+        """Writes changed rows down and lets the store keep its contents under a name."""
+        self._core.snapshot(name)
+
+    def load_snapshot(self, name: str) -> None:
+        """Replaces everything with a snapshot of the store; changes nothing if it cannot be read."""
+        self._core.load_snapshot(name)
 
     # ---- copies
 
@@ -351,7 +437,7 @@ class Table:
         step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
         len(self)  # raises when closed
         max_capacity = self.stats().max_capacity
-        if keys.n > max_capacity:
+        if self.store is None and keys.n > max_capacity:
             raise ValueError(
                 f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}"
             )
@@ -360,9 +446,17 @@ class Table:
         self.clear()
         refused = 0
         if keys.n:
-            self.reserve(keys.n)
-            refused = self._core.assign(
-                keys.address, keys.n, address(values), address(states), address(scores)
+            self.reserve(min(keys.n, max_capacity))
+        # A batch is pinned as a whole, so over a store it has to be small beside the cache.
+        rows = keys.n if self.store is None else max(1, max_capacity // 4)
+        for at in range(0, keys.n, max(rows, 1)):
+            n = min(rows, keys.n - at)
+            refused += self._core.assign(
+                keys.address + 8 * at,
+                n,
+                address(values[at : at + n]),
+                address(states[at : at + n]),
+                address(scores[at : at + n]),
             )
         self.optimizer_step = step
         self._learning_rate = rate
@@ -375,6 +469,8 @@ class Table:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.store is not None:
+            raise TypeError(f"table {self.name!r} should not be copied or pickled: its rows live in a store")
         return _rebuild, (self.options, self.state())
 
 

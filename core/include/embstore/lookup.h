@@ -27,6 +27,9 @@ struct LookupRequest {
   // Pooled: bags + 1, from 0, ascending, the last is keys.size(). Not pooled: only with positions.
   std::span<const int64_t> offsets;
   const float* weights = nullptr;    // pooled: one for each key, or null
+  // What a key starts with where it is not stored: (n, dim), or null for the table's initializer.
+  // Read only for keys that are missing.
+  const float* initial = nullptr;
   // base, dtype, stride and positions (elements; null: one after the other). Pooled: one position for
   // each bag. Not pooled: one for each run of keys [offsets[g], offsets[g + 1]), a multiple of the
   // stride; the vectors of a run lie one after the other.
