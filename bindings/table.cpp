@@ -191,9 +191,8 @@ void BindTable(nb::module_& m) {
           "initial_values",
           [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
             for (int64_t i = 0; i < n; ++i) {
-              table.initializer().Fill(
-                  Address<const int64_t>(keys)[i],
-                  {Address<float>(values) + i * table.dim(), static_cast<size_t>(table.dim())});
+              table.InitialVector(Address<const int64_t>(keys)[i],
+                                  Address<float>(values) + i * table.dim());
             }
           },
           Unlocked())
@@ -262,7 +261,7 @@ void BindTable(nb::module_& m) {
              return table.Prefetch(Keys(keys, n));
            }, Unlocked())
       .def("flush", &Table::Flush, Unlocked())
-      .def("snapshot", &Table::Snapshot, Unlocked(), "name"_a)
+      .def("snapshot", &Table::SaveSnapshot, Unlocked(), "name"_a)
       .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
       .def("resident", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
              table.Resident(Keys(keys, n), Address<uint8_t>(found));

@@ -218,6 +218,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
     std::unique_lock guard(table.lock());
     table.RequireOpen();
     table.BringUp(keys, list.data());
+    missing = std::count(list.data(), list.data() + n, kNoSlot);
   } else {
     std::shared_lock guard(table.lock());
     table.RequireOpen();

@@ -183,7 +183,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // Writes every dirty row down and flushes the store.
   void Flush();
   // Flush, then a snapshot of the store; no training step comes between.
-  void Snapshot(const std::string& name);
+  void SaveSnapshot(const std::string& name);
   // Replaces the contents of table and store. Throws and leaves both as they were when the snapshot
   // cannot be read.
   void LoadSnapshot(const std::string& name);
