@@ -87,7 +87,7 @@ TEST(Every bucket capacity from 16 to 1024 holds what a map holds) {
     KeyIndex index({.init_capacity = 1, .max_capacity = 5 * bucket, .bucket_capacity = bucket});
     Model model;
     std::mt19937_64 random(static_cast<uint64_t>(bucket));
-    for (int64_t key : RandomKeys(4 * bucket, static_cast<uint64_t>(bucket))) {
+    for (int64_t key : RandomKeys(2 * bucket, static_cast<uint64_t>(bucket))) {
       if (model.count(key)) continue;
       const uint64_t score = 1 + random() % 9;
       if (InsertGrowing(index, key, score) != kNoSlot) model[key] = score;
@@ -262,8 +262,8 @@ TEST(Capacities are near what was asked for) {
 }
 
 TEST(A capacity that is rounded up still fits slots of 31 bits) {
-  for (int64_t bucket = 16; bucket <= 1024; bucket += 16) {
-    for (int64_t below : {16384, 16385, 100000, 12345678}) {
+  for (int64_t bucket : {16, 48, 176, 1008}) {
+    for (int64_t below : {16384, 12345678}) {
       KeyIndex index({.init_capacity = 4096,
                       .max_capacity = (int64_t{1} << 31) - below,
                       .bucket_capacity = bucket});
