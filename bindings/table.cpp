@@ -48,7 +48,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
                                  const std::string& optimizer, double initial_accumulator,
                                  int initializer, const std::vector<double>& initializer_values,
                                  int score_strategy, uint64_t seed, int eviction_log,
-                                 int64_t eviction_log_capacity) {
+                                 int64_t eviction_log_capacity, int64_t admission_threshold) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -67,6 +67,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
+  options.admission_threshold = admission_threshold;
   return Table::Create(options);
 }
 
@@ -117,6 +118,7 @@ void BindTable(nb::module_& m) {
       .def_ro("evictions", &TableStats::evictions)
       .def_ro("refusals", &TableStats::refusals)
       .def_ro("log_dropped", &TableStats::log_dropped)
+      .def_ro("unadmitted", &TableStats::unadmitted)
       .def_ro("bytes", &TableStats::bytes);
 
   nb::class_<Table::Cursor>(m, "Cursor")
@@ -128,7 +130,7 @@ void BindTable(nb::module_& m) {
       .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
-           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a)
+           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "admission_threshold"_a)
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)

@@ -26,6 +26,7 @@ struct Work {
   Table::BatchScore score{ScoreUpdate::kKeep, 0};
   std::vector<Piece> pieces;
   std::vector<uint32_t> missing;  // of all pieces
+  std::vector<uint32_t> waiting;  // of a training batch: those that are not to be stored yet
   std::vector<float> extra;       // vectors of keys that are not stored
   int64_t refused = 0;
 
@@ -142,13 +143,13 @@ struct Work {
     }
   }
 
-  void UseInitialValues() {
+  void UseInitialValues(std::span<const uint32_t> occurrences) {
     const auto dim = static_cast<size_t>(request->table->dim());
-    extra.resize(missing.size() * dim);
-    for (size_t j = 0; j < missing.size(); ++j) {
-      request->table->initializer().Fill(request->keys[missing[j]],
+    extra.resize(occurrences.size() * dim);
+    for (size_t j = 0; j < occurrences.size(); ++j) {
+      request->table->initializer().Fill(request->keys[occurrences[j]],
                                          {extra.data() + j * dim, dim});
-      slots[missing[j]] = ExtraRow(static_cast<int64_t>(j));
+      slots[occurrences[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
 };
@@ -217,19 +218,29 @@ void Run(std::vector<Work>& works, Access access) {
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();
-    if (access == Access::kReadInitial) work.UseInitialValues();
+    if (access == Access::kReadInitial) work.UseInitialValues(work.missing);
     if (access == Access::kTrain) {
       work.request->table->CountHits(
           static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
     }
     again |= !work.missing.empty();
+    if (access == Access::kTrain) {
+      work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing);
+    }
   }
   if (!again || access == Access::kReadZero) return;  // zeros are already there
-  if (access == Access::kTrain) InsertAll(works);
+  if (access == Access::kTrain) {
+    InsertAll(works);
+    for (Work& work : works) work.UseInitialValues(work.waiting);
+  }
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     auto& [work, piece] = tasks[static_cast<size_t>(task)];
     if (!piece->missing.empty()) work->AnswerAgain(*piece);
   });
+  // `extra` ends with this call, so nothing may point there: the backward pass passes them by.
+  for (Work& work : works) {
+    for (const uint32_t i : work.waiting) work.slots[i] = kNoSlot;
+  }
 }
 
 }  // namespace

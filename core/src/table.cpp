@@ -68,6 +68,7 @@ Table::Table(const TableOptions& options)
                          "table '" + options.name + "' with " +
                              std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
 }
 
 void Table::RequireOpen() const {
@@ -99,6 +100,7 @@ TableStats Table::stats() const {
     stats.capacity = index_->capacity();
     stats.max_capacity = index_->max_capacity();
     stats.bytes = static_cast<int64_t>(index_->bytes() + rows_.size());
+    if (admission_) stats.bytes += admission_->bytes();
   }
   return stats;
 }
@@ -352,6 +354,22 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   const auto distinct = std::unique(refused.begin(), refused.end()) - refused.begin();
   stats_.refusals += distinct;
   return distinct;
+}
+
+std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing) {
+  if (!admission_ || missing.empty()) return {};
+  // Keys that come once or twice outnumber those that stay.
+  constexpr int64_t kTrackedPerRow = 4;
+  admission_->Reserve(kTrackedPerRow * index_->capacity());
+  for (const uint32_t i : missing) admission_->Count(keys[i]);
+  const auto first = std::stable_partition(missing.begin(), missing.end(), [&](uint32_t i) {
+    return admission_->IsAdmitted(keys[i]);
+  });
+  std::vector<uint32_t> waiting(first, missing.end());
+  missing.erase(first, missing.end());
+  for (const uint32_t i : missing) admission_->Forget(keys[i]);
+  stats_.unadmitted += static_cast<int64_t>(waiting.size());
+  return waiting;
 }
 
 void Table::InitRow(Slot slot, int64_t key) {

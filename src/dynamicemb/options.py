@@ -142,8 +142,8 @@ class FrequencyAdmissionStrategy:
     threshold: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int) or self.threshold < 1:
-            raise ValueError(f"threshold should be an integer of at least 1 but is: {self.threshold!r}")
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int) or not 1 <= self.threshold <= 255:
+            raise ValueError(f"threshold should be an integer from 1 to 255 but is: {self.threshold!r}")
 
 
 def _check(condition: bool, name: str, should: str, value: object) -> None:

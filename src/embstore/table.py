@@ -51,6 +51,7 @@ class Stats:
     evictions: int
     refusals: int
     log_dropped: int
+    unadmitted: int
     bytes: int
 
 
@@ -92,6 +93,7 @@ class Table:
             seed=options.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
+            admission_threshold=options.admission_threshold,
         )
 
     # ---- what it is

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "embstore/admission.h"
 #include "embstore/initializer.h"
 #include "embstore/kernels.h"
 #include "embstore/key_index.h"
@@ -44,12 +45,14 @@ struct TableOptions {
   uint64_t seed = 0;
   EvictionLog eviction_log = EvictionLog::kOff;
   int64_t eviction_log_capacity = 1 << 20;  // the oldest entries give way, and are counted
+  int64_t admission_threshold = 0;  // > 0: a training batch stores a key once it was seen this often
 };
 
 struct TableStats {
   int64_t size = 0, capacity = 0, max_capacity = 0;
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
   int64_t log_dropped = 0;  // evictions that the log had no room for
+  int64_t unadmitted = 0;   // occurrences that were answered without a row
   int64_t bytes = 0;        // mapped for index and rows
 };
 
@@ -146,6 +149,9 @@ class Table : public std::enable_shared_from_this<Table> {
   BatchScore NextBatchScore();
   void RequireScore() const;  // throws InvalidState when kCustomized has none
   void CountHits(int64_t hits) { stats_.hits += hits; }
+  // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
+  // returned.
+  std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing);
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets slots[i].
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
   int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
@@ -182,6 +188,7 @@ class Table : public std::enable_shared_from_this<Table> {
   mutable RwLock lock_;
   std::optional<KeyIndex> index_;  // empty once closed
   mutable HugeBuffer rows_;
+  std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
