@@ -18,9 +18,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def require_agreement(
-    what: str, description: Mapping[str, str], group: dist.ProcessGroup | None
-) -> None:
+def require_agreement(what: str, description: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Raises ValueError on every rank when the descriptions differ, naming the first entry that does."""
     first, *others = gather(dict(description), group)
     for rank, other in enumerate(others, start=1):

@@ -70,9 +70,7 @@ class SumOfOwners(torch.autograd.Function):
         own = gradient.shape[0]
         if len(set(ctx.samples)) == 1:
             everything = empty_tensor((own * world, gradient.shape[1]), gradient.dtype)
-            dist.all_gather_into_tensor(
-                _bytes(everything), _bytes(gradient.contiguous()), group=ctx.group
-            )
+            dist.all_gather_into_tensor(_bytes(everything), _bytes(gradient.contiguous()), group=ctx.group)
         else:
             copies = gradient.repeat(world, 1)
             everything, _ = all_to_all(copies, [own] * world, ctx.samples, ctx.group)
@@ -82,7 +80,7 @@ class SumOfOwners(torch.autograd.Function):
 class AnswersOfOwners(torch.autograd.Function):
     """Single vectors: what the owners answered, put where the batch asked for it.
 
-        answers (keys that I own, dim)  ->  (n, dim): vector index[i] of all replies for occurrence i
+    answers (keys that I own, dim)  ->  (n, dim): vector index[i] of all replies for occurrence i
     """
 
     @staticmethod

@@ -116,7 +116,9 @@ class BagLookup(Lookup):
         """Of each table: where its bags begin in the output. Kept, as batches mostly have one size."""
         if self._positions[0] != samples:
             rows = torch.arange(samples, dtype=torch.int64) * self._width
-            of_tables = [(columns[:, None] + rows).reshape(-1) for columns in self._columns.split(self._features)]
+            of_tables = [
+                (columns[:, None] + rows).reshape(-1) for columns in self._columns.split(self._features)
+            ]
             self._positions = (samples, of_tables)
         return self._positions[1]
 
@@ -126,7 +128,9 @@ class BagLookup(Lookup):
         alone = self._world == 1
         requests = []
         bag, positions = 0, self._positions_for(samples)
-        for t, features, mean, places in zip(self._tables, self._features, self._mean, positions, strict=True):
+        for t, features, mean, places in zip(
+            self._tables, self._features, self._mean, positions, strict=True
+        ):
             offsets = batch.offsets[bag : bag + features * samples + 1]
             first, last = int(offsets[0]), int(offsets[-1])
             bag += features * samples

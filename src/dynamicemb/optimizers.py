@@ -1,6 +1,6 @@
 """From TorchRec's fused parameters to the engine's optimizers, and the fused optimizer that DMP shows.
 
-    {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}   ->   embstore.AdamW(lr=0.01, ...)
+{"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}   ->   embstore.AdamW(lr=0.01, ...)
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def engine_optimizer(fused_params: Mapping[str, Any], table: str) -> embstore.Op
     if kind == "adam":
         beta1, beta2 = get("betas", (get("beta1", 0.9), get("beta2", 0.999)))
         decay = float(get("weight_decay", 0.0))
-        return embstore.AdamW(
-            **common, betas=(float(beta1), float(beta2)), eps=eps, weight_decay=decay
-        )
+        return embstore.AdamW(**common, betas=(float(beta1), float(beta2)), eps=eps, weight_decay=decay)
     start = float(get("initial_accumulator_value", 0.0))
     adagrad = embstore.Adagrad if kind == "exact_adagrad" else embstore.RowwiseAdagrad
     return adagrad(**common, eps=eps, initial_accumulator_value=start)
@@ -114,7 +112,9 @@ class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
     the "lr" in it is what the next training batch uses, so any scheduler reaches the tables.
     """
 
-    def __init__(self, params: Mapping[str, torch.nn.Parameter], tables: Mapping[str, embstore.Table]) -> None:
+    def __init__(
+        self, params: Mapping[str, torch.nn.Parameter], tables: Mapping[str, embstore.Table]
+    ) -> None:
         groups = [
             {"params": [param], "lr": table.options.optimizer.lr}
             for param, table in zip(params.values(), tables.values(), strict=True)

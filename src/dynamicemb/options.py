@@ -1,10 +1,10 @@
 """What a user says about a dynamic table: enumerations and option classes.
 
-    DynamicEmbTableOptions(
-        init_capacity=1 << 16,
-        initializer_args=DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.01),
-        score_strategy=DynamicEmbScoreStrategy.STEP,
-    )
+DynamicEmbTableOptions(
+    init_capacity=1 << 16,
+    initializer_args=DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.01),
+    score_strategy=DynamicEmbScoreStrategy.STEP,
+)
 """
 
 from __future__ import annotations
@@ -142,7 +142,11 @@ class FrequencyAdmissionStrategy:
     threshold: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int) or not 1 <= self.threshold <= 255:
+        if (
+            isinstance(self.threshold, bool)
+            or not isinstance(self.threshold, int)
+            or not 1 <= self.threshold <= 255
+        ):
             raise ValueError(f"threshold should be an integer from 1 to 255 but is: {self.threshold!r}")
 
 
@@ -315,7 +319,6 @@ class DynamicEmbTableOptions(HKVConfig):
 
     def planned(self, *, num_embeddings: int, dim: int, world: int, dtype: torch.dtype) -> Any:
         """A copy as the planner completes it; this object is left as it is."""
-        self.validate()
         capacity = capacity_per_rank(num_embeddings, world, self.bucket_capacity)
         strategy = self.engine_strategy
         evict = {

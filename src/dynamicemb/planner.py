@@ -1,8 +1,8 @@
 """Planning: which tables are dynamic, how many rows a rank holds, and TorchRec's plan for the others.
 
-    constraints = {"user": DynamicEmbParameterConstraints(use_dynamicemb=True), ...}   # every table
-    planner = DynamicEmbeddingShardingPlanner(eb_configs, constraints=constraints)
-    plan = planner.collective_plan(model, [DynamicEmbeddingBagCollectionSharder()], dist.group.WORLD)
+constraints = {"user": DynamicEmbParameterConstraints(use_dynamicemb=True), ...}   # every table
+planner = DynamicEmbeddingShardingPlanner(eb_configs, constraints=constraints)
+plan = planner.collective_plan(model, [DynamicEmbeddingBagCollectionSharder()], dist.group.WORLD)
 """
 
 from __future__ import annotations
@@ -141,10 +141,14 @@ def _checked(
         raise ValueError(f"eb_configs should have different names but these occur twice: {twice}")
     missing = [name for name in counts if name not in constraints]
     if missing:
-        raise ValueError(f"constraints should name every table of eb_configs but these are missing: {missing}")
+        raise ValueError(
+            f"constraints should name every table of eb_configs but these are missing: {missing}"
+        )
     extra = [name for name in constraints if name not in counts]
     if extra:
-        raise ValueError(f"constraints should name tables of eb_configs only but these are not there: {extra}")
+        raise ValueError(
+            f"constraints should name tables of eb_configs only but these are not there: {extra}"
+        )
     return dict(constraints)
 
 
@@ -201,6 +205,7 @@ class DynamicEmbeddingShardingPlanner:
             if not is_dynamic(constraint):
                 continue
             options = getattr(constraint, "dynamicemb_options", None) or DynamicEmbTableOptions()
+            options.validate()  # it may have been changed since it was made
             dim = config.embedding_dim
             if options.dim not in (None, -1, dim):
                 raise ValueError(

@@ -124,7 +124,9 @@ class _Routing(BaseSparseFeaturesDist[Any]):
                 raise error
             failed = received[:, 0].nonzero().view(-1).tolist()
             if failed:
-                raise RuntimeError(f"the input of dynamic tables should be valid but is not on ranks: {failed}")
+                raise RuntimeError(
+                    f"the input of dynamic tables should be valid but is not on ranks: {failed}"
+                )
             return self.exchange(prepared, received[:, 1:])
 
         return _Step(exchange)
@@ -140,7 +142,7 @@ class _Routing(BaseSparseFeaturesDist[Any]):
 
 
 def _regroup(parts: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Segments that lie in the order (sender, cell), as sizes[sender][cell] says, in the order (cell, sender)."""
+    """Segments in the order (cell, sender) that lie in the order (sender, cell), as sizes[sender][cell] says."""
     pieces = iter(torch.split(parts, [size for of_sender in sizes for size in of_sender]))
     by_sender = [[next(pieces) for _ in of_sender] for of_sender in sizes]
     return torch.cat([piece for cell in zip(*by_sender) for piece in cell])

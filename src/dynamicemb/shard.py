@@ -62,7 +62,9 @@ def _output_dtype(infos: Sequence[EmbeddingShardingInfo]) -> torch.dtype:
 class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
     """Dynamic tables of a collection that share an ownership."""
 
-    def __init__(self, infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, unique: bool = False) -> None:
+    def __init__(
+        self, infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, unique: bool = False
+    ) -> None:
         super().__init__()
         self.tables = build_tables(infos, env)
         self._configs = [info.embedding_config for info in infos]
@@ -173,11 +175,17 @@ class ShardedDynamicEmbeddingCollection(_DynamicCollection, ShardedEmbeddingColl
         self._complete = True
 
     @classmethod
-    def create_grouped_sharding_infos(cls, *args: Any, **keywords: Any) -> dict[str, list[EmbeddingShardingInfo]]:
+    def create_grouped_sharding_infos(
+        cls, *args: Any, **keywords: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
         return _separate(super().create_grouped_sharding_infos(*args, **keywords))
 
     def create_embedding_sharding(  # type: ignore[override]
-        self, sharding_type: str, sharding_infos: list[EmbeddingShardingInfo], env: ShardingEnv, **keywords: Any
+        self,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        **keywords: Any,
     ) -> Any:
         if sharding_type.startswith(_PREFIX):
             return DynamicSharding(sharding_infos, env, self._drops_duplicates)
@@ -190,7 +198,9 @@ class ShardedDynamicEmbeddingCollection(_DynamicCollection, ShardedEmbeddingColl
         ctx.without_samples = isinstance(features, KeyedJaggedTensor) and features.stride() == 0
         if ctx.without_samples:
             features = KeyedJaggedTensor(
-                features.keys(), features.values(), lengths=torch.zeros(len(features.keys()), dtype=torch.int64)
+                features.keys(),
+                features.values(),
+                lengths=torch.zeros(len(features.keys()), dtype=torch.int64),
             )
         return super().input_dist(ctx, features)
 
@@ -223,7 +233,9 @@ class ShardedDynamicEmbeddingBagCollection(_DynamicCollection, ShardedEmbeddingB
         self._keep_means_apart()
 
     @classmethod
-    def create_grouped_sharding_infos(cls, *args: Any, **keywords: Any) -> dict[str, list[EmbeddingShardingInfo]]:
+    def create_grouped_sharding_infos(
+        cls, *args: Any, **keywords: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
         return _separate(super().create_grouped_sharding_infos(*args, **keywords))
 
     @classmethod

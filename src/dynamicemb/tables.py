@@ -69,9 +69,7 @@ class HoldsDynamicTables:
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def build_tables(
-    infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv
-) -> dict[str, DynamicTable]:
+def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> dict[str, DynamicTable]:
     """The tables of a plan on this rank. ValueError on every rank when the ranks disagree about one.
 
     The seed of the initial values is that of torch on rank 0.
@@ -100,7 +98,9 @@ def build_tables(
             check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
             admission_threshold=planned.admit_strategy.threshold if planned.admit_strategy else 0,
         )
-    description = {name: f"{o}, {describe(shardings[name].dynamicemb_options)}" for name, o in options.items()}
+    description = {
+        name: f"{o}, {describe(shardings[name].dynamicemb_options)}" for name, o in options.items()
+    }
     require_agreement("tables", description, group)
     return {
         name: DynamicTable(

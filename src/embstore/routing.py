@@ -1,9 +1,9 @@
 """Routing of a batch over ranks: which keys go where, and the sums of what comes back.
 
-    route = route_keys(keys, offsets, world=2)     # offsets divide the keys into cells
-    route.keys      what is sent: first all keys for rank 0, then those for rank 1
-    route.counts    (world, cells): how many keys of each cell go to each rank
-    route.index     (n): where each occurrence of the batch is in route.keys
+route = route_keys(keys, offsets, world=2)     # offsets divide the keys into cells
+route.keys      what is sent: first all keys for rank 0, then those for rank 1
+route.counts    (world, cells): how many keys of each cell go to each rank
+route.index     (n): where each occurrence of the batch is in route.keys
 """
 
 from __future__ import annotations

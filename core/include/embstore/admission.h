@@ -1,9 +1,9 @@
 // Admission by frequency: how often keys without a row were seen, in two bytes a key.
 //
-// Buckets of 16 entries; an entry is a fingerprint of the key and a count, together 16 bits. Two keys
-// of a bucket share an entry when their fingerprints are equal, which admits the second one early:
-// about one key in a thousand for thresholds up to 3, one in a hundred up to 31. In a full bucket
-// the smallest count gives way, so keys that are seen once pass through.
+// Buckets of 16 entries; an entry is a fingerprint of the key and a count, together 16 bits. Two
+// keys of a bucket share an entry when their fingerprints are equal, which admits the second one
+// early: about one key in a thousand for thresholds up to 3, one in a hundred up to 31. In a full
+// bucket the smallest count gives way, so keys that are seen once pass through.
 //
 // Thread safety: none; the table guards it.
 #pragma once
@@ -23,7 +23,7 @@ class AdmissionFilter {
   // Makes room to track about this many keys. Counts stay.
   void Reserve(int64_t keys);
 
-  void Count(int64_t key);           // up to the threshold
+  void Count(int64_t key);             // up to the threshold
   bool IsAdmitted(int64_t key) const;  // it was counted `threshold` times
   void Forget(int64_t key);
 

@@ -8,14 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import KeyedJaggedTensor
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
-from dynamicemb import DynamicEmbCheckMode, DynamicEmbScoreStrategy
-from dynamicemb.discovery import find_collections
-from dynamicemb.scores import get_score, set_score
 from faces.dynamicemb.models import (
     Spec,
     collection,
@@ -29,6 +21,14 @@ from faces.dynamicemb.models import (
     share,
     tables,
 )
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from dynamicemb import DynamicEmbCheckMode, DynamicEmbScoreStrategy
+from dynamicemb.discovery import find_collections
+from dynamicemb.scores import get_score, set_score
 
 EXTREME = [
     *(0, 1, -1, -2, -3, -4, 2**63 - 1, -(2**63), -(2**63) + 1, 2**32, 2**33, 2**62, -(2**62), 3, 6, 9),
@@ -133,7 +133,9 @@ def mixed_scores() -> dict[str, Any]:
         warnings.simplefilter("always")
         set_score(model, {"model": {"t_CUSTOMIZED": 7}})
     model(bags([2]))
-    stored = {name: dict(zip(t.rows().keys.tolist(), t.rows().scores.tolist())) for name, t in tables(model).items()}
+    stored = {
+        name: dict(zip(t.rows().keys.tolist(), t.rows().scores.tolist())) for name, t in tables(model).items()
+    }
     return {
         "first": first,
         "second": second,
@@ -153,9 +155,7 @@ def customized_without_score(set_on: Sequence[int]) -> None:
 
 def wrong_scores() -> list[str]:
     model = dmp("ebc", [Spec("t0", ("f0",))])
-    custom = dmp(
-        "ebc", [Spec("t0", ("f0",), options={"score_strategy": DynamicEmbScoreStrategy.CUSTOMIZED})]
-    )
+    custom = dmp("ebc", [Spec("t0", ("f0",), options={"score_strategy": DynamicEmbScoreStrategy.CUSTOMIZED})])
     messages = []
     for target, score in ((model, 3), (custom, 0), (custom, 1.5), (custom, True), (custom, {"model": 4})):
         try:
@@ -187,7 +187,9 @@ def optimizer_in_backward() -> dict[str, Any]:
     apply_optimizer_in_backward(torch.optim.SGD, module.embeddings["t0"].parameters(), {"lr": 0.25})
     apply_optimizer_in_backward(torch.optim.Adam, module.embeddings["t1"].parameters(), {"lr": 0.125})
     model = shard(module, specs, "ec", fused_params={})
-    return {name: t.optimizer_args() for c in find_collections(model).values() for name, t in c.tables.items()}
+    return {
+        name: t.optimizer_args() for c in find_collections(model).values() for name, t in c.tables.items()
+    }
 
 
 def fused_params_of(params: Mapping[str, Any]) -> list[str]:
@@ -274,8 +276,9 @@ def several_collections() -> dict[str, Any]:
         def forward(self, batch: KeyedJaggedTensor) -> tuple[Any, Any]:
             return self.bags(batch), self.inner[0](batch)
 
-    from dynamicemb.planner import DynamicEmbeddingShardingPlanner
     from faces.dynamicemb.models import sharders, topology
+
+    from dynamicemb.planner import DynamicEmbeddingShardingPlanner
 
     model = Model()
     specs = [*bag_specs, *key_specs]
@@ -302,11 +305,20 @@ def several_collections() -> dict[str, Any]:
 def half_tables(output_dtype: Any) -> dict[str, Any]:
     from torchrec.modules.embedding_configs import DataType
 
-    params = {"learning_rate": 0.5} if output_dtype is None else {"learning_rate": 0.5, "output_dtype": output_dtype}
-    model = dmp("ebc", [Spec("t0", ("f0",), dtype=DataType.FP16), Spec("t1", ("f1",), dtype=DataType.BF16)], params)
+    params = (
+        {"learning_rate": 0.5}
+        if output_dtype is None
+        else {"learning_rate": 0.5, "output_dtype": output_dtype}
+    )
+    model = dmp(
+        "ebc", [Spec("t0", ("f0",), dtype=DataType.FP16), Spec("t1", ("f1",), dtype=DataType.BF16)], params
+    )
     answer = outputs(model(jagged(["f0", "f1"], 6, 1)))
     sum(v.float().sum() for v in answer.values()).backward()
-    return {"dtype": {v.dtype for v in answer.values()}, "tables": [t.options.dtype.name for t in tables(model).values()]}
+    return {
+        "dtype": {v.dtype for v in answer.values()},
+        "tables": [t.options.dtype.name for t in tables(model).values()],
+    }
 
 
 def bad_input_on_rank_one() -> None:

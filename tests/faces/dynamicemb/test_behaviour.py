@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from faces.dynamicemb import jobs, ranks
+from faces.dynamicemb.models import CONSTANT, all_rows
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 
 from dynamicemb import DynamicEmbCheckMode
-from faces.dynamicemb import jobs, ranks
-from faces.dynamicemb.models import CONSTANT, all_rows
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(240)]
 
@@ -152,7 +152,9 @@ def test_a_key_is_stored_once_it_was_seen_often_enough(world: int) -> None:
     assert merged == [[], [1], [1, 2]]
     for result in results:
         assert (result["answers"][0] == CONSTANT.value).all()
-        assert (result["answers"][2][2] == CONSTANT.value).all(), "gradients of a key without a row are dropped"
+        assert (result["answers"][2][2] == CONSTANT.value).all(), (
+            "gradients of a key without a row are dropped"
+        )
         assert (result["answers"][2][0] < CONSTANT.value).all()
 
 
