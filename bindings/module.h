@@ -10,6 +10,7 @@ namespace embstore {
 void BindTable(nanobind::module_& m);
 void BindLookup(nanobind::module_& m);
 void BindRouting(nanobind::module_& m);
+void BindStore(nanobind::module_& m);
 
 // An address that Python handed over (0 is null).
 template <typename T>

@@ -134,12 +134,19 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const auto& [work, partition] = tasks[static_cast<size_t>(task)];
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
     if (sorted.empty()) return;
-    const Table& table = work->request->slots->table();
+    Table& table = work->request->slots->table();
+    if (table.watched()) {
+      for (const Occurrence& occurrence : sorted) {
+        table.BeforeChange(static_cast<Slot>(occurrence.slot));
+      }
+    }
     thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(table.dim())));
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
                            sorted.data(), static_cast<int64_t>(sorted.size()), work->gradients,
                            scratch.data());
+    if (!table.tracks_dirty()) return;
+    for (const Occurrence& occurrence : sorted) table.MarkDirty(static_cast<Slot>(occurrence.slot));
   });
 }
 
@@ -158,7 +165,8 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
   ParallelFor(partitions, [&](int64_t p) {
     auto& items = sorted[static_cast<size_t>(p)] = grouping.Sort(p);
     int64_t groups = 0;
-    for (size_t i = 0; i < items.size(); ++i) groups += i == 0 || items[i].slot != items[i - 1].slot;
+    for (size_t i = 0; i < items.size(); ++i)
+      groups += i == 0 || items[i].slot != items[i - 1].slot;
     begins[static_cast<size_t>(p + 1)] = groups;
   });
   for (size_t p = 1; p < begins.size(); ++p) begins[p] += begins[p - 1];
@@ -202,9 +210,15 @@ void WeightGradients(const GradientRequest& request, float* out) {
 
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                             const VectorsView& gradients, const StepOptions& step) {
+  RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   const SlotList list(table.shared_from_this(), n);
-  {
+  int64_t missing = 0;
+  if (table.store()) {
+    std::unique_lock guard(table.lock());
+    table.RequireOpen();
+    table.BringUp(keys, list.data());
+  } else {
     std::shared_lock guard(table.lock());
     table.RequireOpen();
     const IndexView index = table.index();
@@ -215,6 +229,8 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                              list.data() + i, ScoreUpdate::kKeep, 0, nullptr);
       }
     });
+    // Later another thread may grow the table, which rewrites the list.
+    missing = std::count(list.data(), list.data() + n, kNoSlot);
   }
   // Between the two locks the list keeps its rows where they are, or follows them.
   GradientRequest request;
@@ -222,7 +238,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   request.gradients = gradients;
   request.step = step;
   ApplyGradients({&request, 1});
-  return std::count(list.data(), list.data() + n, kNoSlot);
+  return missing;
 }
 
 }  // namespace embstore

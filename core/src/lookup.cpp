@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "fetched_rows.h"
 
 namespace embstore {
 namespace {
@@ -32,6 +33,7 @@ struct Work {
 
   Work(const LookupRequest* from, Slot* to) : request(from), slots(to) {}
 
+  bool has_store() const { return request->table->store() != nullptr; }
   bool pooled() const { return request->pooling != Pooling::kNone; }
   const float* extra_rows() const { return extra.empty() ? nullptr : extra.data(); }
 
@@ -47,21 +49,29 @@ struct Work {
     const auto bags = static_cast<int64_t>(request->offsets.size()) - 1;
     for (int64_t first = 0, last; first < bags; first = last) {
       for (last = first + 1; last < bags && request->offsets[static_cast<size_t>(last)] -
-                                                        request->offsets[static_cast<size_t>(first)] +
-                                                        (last - first) / 4 <
-                                                    kKeysPerTask;) {
+                                                    request->offsets[static_cast<size_t>(first)] +
+                                                    (last - first) / 4 <
+                                                kKeysPerTask;) {
         ++last;
       }
       pieces.push_back({first, last, {}});
     }
   }
 
-  void FindBlock(int64_t begin, int64_t end, const RowsView& rows, std::vector<uint32_t>& missing_here) {
+  void FindBlock(int64_t begin, int64_t end, const RowsView& rows,
+                 std::vector<uint32_t>& missing_here) {
     const Kernels& kernels = ActiveKernels();
     const IndexView index = request->table->index();
     for (int64_t i = begin; i < end; i += kProbeBlock) {
       const int64_t m = std::min(kProbeBlock, end - i);
-      kernels.find(index, request->keys.data() + i, m, slots + i, score.update, score.score, &rows);
+      const auto find = [&](ScoreUpdate update) {
+        kernels.find(index, request->keys.data() + i, m, slots + i, update, score.score, &rows);
+      };
+      if (score.update != ScoreUpdate::kKeep && request->table->watched()) {
+        find(ScoreUpdate::kKeep);  // the score of a hit changes too, so its row is announced first
+        request->table->BeforeChange({slots + i, static_cast<size_t>(m)});
+      }
+      find(score.update);
       for (int64_t j = i; j < i + m; ++j) {
         if (slots[j] == kNoSlot) missing_here.push_back(static_cast<uint32_t>(j));
       }
@@ -95,8 +105,8 @@ struct Work {
   void Gather(const RowsView& rows, int64_t begin, int64_t end) const {
     const VectorsView& out = request->out;
     const auto gather = [&](int64_t from, int64_t until, int64_t position) {
-      auto* to = static_cast<std::byte*>(out.base) +
-                 position * static_cast<int64_t>(SizeOf(out.dtype));
+      auto* to =
+          static_cast<std::byte*>(out.base) + position * static_cast<int64_t>(SizeOf(out.dtype));
       ActiveKernels().gather(rows, slots + from, until - from, extra_rows(), to, out.dtype,
                              out.stride);
     };
@@ -143,25 +153,52 @@ struct Work {
     }
   }
 
-  void UseInitialValues(std::span<const uint32_t> occurrences) {
+  // The vector that a new row of this occurrence would begin with.
+  void InitialVector(uint32_t occurrence, float* vector) const {
     const auto dim = static_cast<size_t>(request->table->dim());
-    extra.resize(occurrences.size() * dim);
-    for (size_t j = 0; j < occurrences.size(); ++j) {
-      request->table->initializer().Fill(request->keys[occurrences[j]],
-                                         {extra.data() + j * dim, dim});
-      slots[occurrences[j]] = ExtraRow(static_cast<int64_t>(j));
+    if (request->initial) {
+      std::copy_n(request->initial + occurrence * dim, dim, vector);
+    } else {
+      request->table->InitialVector(request->keys[occurrence], vector);
+    }
+  }
+
+  // Training: initial values for the keys that are not to be stored yet.
+  void UseInitialValues() {
+    const auto dim = static_cast<size_t>(request->table->dim());
+    extra.resize(waiting.size() * dim);
+    for (size_t j = 0; j < waiting.size(); ++j) {
+      InitialVector(waiting[j], extra.data() + j * dim);
+      slots[waiting[j]] = ExtraRow(static_cast<int64_t>(j));
+    }
+  }
+
+  // Evaluation: vectors from the store below, else initial values where they are wanted. What is
+  // left reads zero, as Answer wrote it.
+  void UseOtherVectors(bool initial) {
+    const Table& table = *request->table;
+    const auto dim = static_cast<size_t>(table.dim());
+    const FetchedRows below = table.Fetch(request->keys.data(), missing);
+    extra.resize(missing.size() * dim);
+    for (size_t j = 0; j < missing.size(); ++j) {
+      const int64_t key = request->keys[missing[j]];
+      float* vector = extra.data() + j * dim;
+      if (const std::byte* row = below.Find(key).data) {
+        ActiveKernels().load_vector(row, table.dim(), table.options().dtype, vector);
+      } else if (initial) {
+        InitialVector(missing[j], vector);
+      } else {
+        continue;
+      }
+      slots[missing[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
 };
 
 void Validate(std::span<const LookupRequest> requests) {
-  constexpr size_t kMaxKeys = size_t{1} << 32;
   std::vector<const Table*> tables;
   for (const LookupRequest& request : requests) {
-    if (request.keys.size() >= kMaxKeys) {
-      throw InvalidArgument("keys should be fewer than 2^32 in a call but are: " +
-                            std::to_string(request.keys.size()));
-    }
+    RequireBatchSize(request.keys.size());
     ValidateLayout(request.pooling, request.offsets, static_cast<int64_t>(request.keys.size()),
                    request.out);
     tables.push_back(request.table.get());
@@ -169,8 +206,8 @@ void Validate(std::span<const LookupRequest> requests) {
   std::sort(tables.begin(), tables.end());
   const auto twice = std::adjacent_find(tables.begin(), tables.end());
   if (twice != tables.end()) {
-    throw InvalidArgument("requests should name each table once but '" +
-                          (*twice)->options().name + "' is there twice");
+    throw InvalidArgument("requests should name each table once but '" + (*twice)->options().name +
+                          "' is there twice");
   }
 }
 
@@ -193,8 +230,9 @@ void InsertAll(std::vector<Work>& works) {
     if (!work.missing.empty()) busy.push_back(&work);
   }
   const auto insert = [](Work& work) {
-    work.refused = work.request->table->InsertMissing(work.request->keys.data(), work.slots,
-                                                      work.missing, work.score.score);
+    work.refused =
+        work.request->table->InsertMissing(work.request->keys.data(), work.slots, work.missing,
+                                           work.score.score, work.request->initial);
   };
   // Many tables share the threads between them, few share them inside.
   if (static_cast<int>(busy.size()) >= NumThreads()) {
@@ -218,20 +256,23 @@ void Run(std::vector<Work>& works, Access access) {
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();
-    if (access == Access::kReadInitial) work.UseInitialValues(work.missing);
+    if (access == Access::kReadInitial || (access == Access::kReadZero && work.has_store())) {
+      work.UseOtherVectors(access == Access::kReadInitial);
+    }
     if (access == Access::kTrain) {
       work.request->table->CountHits(
           static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
     }
-    again |= !work.missing.empty();
+    // Zeros are already there.
+    again |= !work.missing.empty() && (access != Access::kReadZero || work.has_store());
     if (access == Access::kTrain) {
       work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing);
     }
   }
-  if (!again || access == Access::kReadZero) return;  // zeros are already there
+  if (!again) return;
   if (access == Access::kTrain) {
     InsertAll(works);
-    for (Work& work : works) work.UseInitialValues(work.waiting);
+    for (Work& work : works) work.UseInitialValues();
   }
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     auto& [work, piece] = tasks[static_cast<size_t>(task)];
@@ -293,8 +334,8 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
     return results;
   }
   for (size_t i = 0; i < requests.size(); ++i) {
-    results[i].slots = std::make_unique<SlotList>(
-        requests[i].table, static_cast<int64_t>(requests[i].keys.size()));
+    results[i].slots = std::make_unique<SlotList>(requests[i].table,
+                                                  static_cast<int64_t>(requests[i].keys.size()));
   }
   const auto guards = LockAll<std::unique_lock<RwLock>>(requests);
   for (size_t i = 0; i < requests.size(); ++i) {

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from embstore import stores
 from embstore._core import get_num_threads, isa, set_num_threads
+from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
 from embstore.optimizers import (
     SGD,
@@ -49,6 +51,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "CheckMode",
+    "CheckpointError",
     "Constant",
     "DType",
     "Debug",
@@ -58,6 +61,7 @@ __all__ = [
     "EmbeddingCollection",
     "EvictionLog",
     "Ftrl",
+    "IncrementLog",
     "Initializer",
     "Normal",
     "Optimizer",
@@ -71,8 +75,12 @@ __all__ = [
     "TableOptions",
     "TruncatedNormal",
     "Uniform",
+    "dump",
     "get_num_threads",
     "isa",
+    "load",
+    "open_dump",
     "owner",
     "set_num_threads",
+    "stores",
 ]

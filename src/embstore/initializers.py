@@ -1,7 +1,7 @@
 """Initial values of rows. Each is a pure function of (seed, table, key, column).
 
-    Uniform(-0.05, 0.05)   Normal(0.0, 0.01)   TruncatedNormal(0.0, 0.01, -0.02, 0.02)
-    Constant(0.0)          Debug()             # every component is uint64(key) % 100000
+Uniform(-0.05, 0.05)   Normal(0.0, 0.01)   TruncatedNormal(0.0, 0.01, -0.02, 0.02)
+Constant(0.0)          Debug()             # every component is uint64(key) % 100000
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore import _core
 
 
 def _check_finite(initializer: Initializer, *names: str) -> None:
@@ -27,6 +32,29 @@ class Initializer:
     def values(self) -> list[float]:
         """value, mean, std_dev, lower, upper, as the engine takes them."""
         return [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def initial_values(
+    initializer: Initializer, keys: object, dim: int, *, seed: int = 0, stream: str = ""
+) -> npt.NDArray[np.float32]:
+    """The vectors (n, dim) that keys start with in a table of this initializer, seed and name.
+
+    >>> initial_values(Constant(2.0), [7, -1], dim=3).tolist()
+    [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
+    """
+    flat = np.ascontiguousarray(keys, np.int64).reshape(-1)
+    out = np.empty((len(flat), dim), np.float32)
+    _core.initial_values(
+        initializer.code,
+        initializer.values(),
+        seed & 0xFFFF_FFFF_FFFF_FFFF,
+        stream,
+        flat.ctypes.data,
+        len(flat),
+        dim,
+        out.ctypes.data,
+    )
+    return out
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,21 @@ class PendingGradients:
 
     def add(self, gradients: Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]) -> None:
         for table, request, slots in gradients:
-            table.optimizer_step -= 1  # counted by `step`, not by the backward pass
             keys, sums = _core.reduce_gradients(request)
             self._pending.setdefault(table.name, []).append((table, keys, sums, slots))
 
-    def step(self, tables: Sequence[Table]) -> None:
-        pending, self._pending = self._pending, {}
+    def step(self, tables: Sequence[Table], *, scale: float = 1.0, keep: bool = False) -> None:
+        """One update of every table with the sum of its pending gradients, times `scale`. They are dropped
+        by that, or kept until `clear` as torch keeps those of parameters until zero_grad."""
+        pending = self._pending
+        if not keep:
+            self._pending = {}
         for table in tables:
             parts = pending.get(table.name)
             if parts:
                 keys = np.concatenate([keys for _, keys, _, _ in parts])
-                table.apply_gradients(keys, np.concatenate([sums for _, _, sums, _ in parts]))
+                sums = np.concatenate([sums for _, _, sums, _ in parts])
+                table.apply_gradients(keys, sums if scale == 1.0 else sums * np.float32(scale))
             else:
                 table.optimizer_step += 1
 
@@ -77,7 +81,14 @@ class TableModule(nn.Module):
     def _run(self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         access = Access.TRAIN if self.training else Access.READ_ZERO
         update: Update = update_now if self.update_in_backward else self._pending.add
-        return run(requests, access=access, anchor=self._anchor, update=update, weights=weights)
+        return run(
+            requests,
+            access=access,
+            anchor=self._anchor,
+            update=update,
+            counts=self.update_in_backward,
+            weights=weights,
+        )
 
     def step(self) -> None:
         """Applies the gradients that backward left pending (update_in_backward=False)."""
@@ -109,7 +120,7 @@ class TableModule(nn.Module):
             )
         for name, arrays in state.items():
             self._tables[name].load_state(
-                {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in arrays.items()}
+                {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in arrays.items()}
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,7 +129,7 @@ class TableModule(nn.Module):
         return {**self.__dict__, "_anchor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._anchor = torch.zeros((), requires_grad=True)
 
     def extra_repr(self) -> str:
@@ -226,7 +237,9 @@ class TableCollection(TableModule):
         self.features = dict(features) if features is not None else {name: name for name in self._tables}
         for feature, name in self.features.items():
             if name not in self._tables:
-                raise ValueError(f"features[{feature!r}] should name one of {list(self._tables)} but is: {name!r}")
+                raise ValueError(
+                    f"features[{feature!r}] should name one of {list(self._tables)} but is: {name!r}"
+                )
 
     def _by_table(self, inputs: Mapping[str, Any]) -> dict[str, list[str]]:
         """Features of the input that each table serves, in the order of the collection."""
@@ -243,7 +256,7 @@ class TableCollection(TableModule):
 class EmbeddingCollection(TableCollection):
     """Vectors of the ids of several features in one call.
 
-        collection({"user": ids, "item": more_ids})["user"]      # ids.shape + (dim,)
+    collection({"user": ids, "item": more_ids})["user"]      # ids.shape + (dim,)
     """
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -265,7 +278,7 @@ class EmbeddingCollection(TableCollection):
 class EmbeddingBagCollection(TableCollection):
     """Pooled vectors of several features in one call.
 
-        collection({"user": (ids, offsets), "item": (ids, offsets, weights)})["user"]   # (bags, dim)
+    collection({"user": (ids, offsets), "item": (ids, offsets, weights)})["user"]   # (bags, dim)
     """
 
     def __init__(self, *args: Any, mode: str = "sum", **keywords: Any) -> None:
@@ -283,7 +296,9 @@ class EmbeddingBagCollection(TableCollection):
                 ids, offsets, weight = (*inputs[feature], None, None)[:3]
                 if ids is None:
                     raise TypeError(f"ids of {feature!r} should be a tensor but is: None")
-                parts.append(bag_request(self._tables[name], ids, offsets, weight, self.mode, include_last=False))
+                parts.append(
+                    bag_request(self._tables[name], ids, offsets, weight, self.mode, include_last=False)
+                )
                 weights.append(weight)
             request, weight_input = _merge(parts, weights)
             requests.append(request)
@@ -299,9 +314,7 @@ class EmbeddingBagCollection(TableCollection):
         return pooled
 
 
-def _merge(
-    parts: list[Request], weights: list[torch.Tensor | None]
-) -> tuple[Request, torch.Tensor | None]:
+def _merge(parts: list[Request], weights: list[torch.Tensor | None]) -> tuple[Request, torch.Tensor | None]:
     """The features of one table as one request: a key that several share is then updated once."""
     if len(parts) == 1:
         return parts[0], weights[0]
@@ -315,7 +328,7 @@ def _merge(
     given = None
     if any(w is not None for w in weights):
         full = [
-            torch.ones(p.keys.numel()) if w is None else w.to("cpu", torch.float32).view(-1)
+            torch.ones(p.keys.numel()) if w is None else w.to("cpu", torch.float32).reshape(-1)
             for p, w in zip(parts, weights, strict=True)
         ]
         given = torch.cat(full)

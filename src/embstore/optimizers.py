@@ -144,6 +144,8 @@ class Adam(Optimizer):
 
     def check(self) -> None:
         _check(self, "eps", 0.0, math.inf)
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise ValueError(f"betas should be a tuple of two numbers but is: {self.betas!r}")
         for i, beta in enumerate(self.betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"betas[{i}] should be at least 0 and below 1 but is: {beta!r}")
@@ -205,6 +207,8 @@ class Ftrl(Optimizer):
     decoupled: ClassVar[bool] = True
 
     def check(self) -> None:
+        if self.lr == 0:
+            raise ValueError("lr should be above 0 for Ftrl, whose rule divides by it, but is: 0")
         _check(self, "lr_power", -math.inf, math.inf)
         for name in ("initial_accumulator_value", "lambda1", "lambda2", "beta"):
             _check(self, name, 0.0, math.inf)

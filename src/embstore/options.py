@@ -116,6 +116,10 @@ class TableOptions:
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"{name} should be an integer but is: {value!r}")
             put(name, value.__index__())
+            if name != "seed" and abs(getattr(self, name)) >= 1 << 63:
+                raise ValueError(f"{name} should fit 64 bits but is: {value!r}")
+        if isinstance(self.max_load_factor, bool) or not isinstance(self.max_load_factor, (int, float)):
+            raise ValueError(f"max_load_factor should be a number but is: {self.max_load_factor!r}")
         if not 1 <= self.dim <= 1 << 16:
             raise ValueError(f"dim should be between 1 and {1 << 16} but is: {self.dim}")
         if not isinstance(self.optimizer, Optimizer):
