@@ -62,7 +62,8 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
                                  const std::string& optimizer, double initial_accumulator,
                                  int initializer, const std::vector<double>& initializer_values,
                                  int score_strategy, uint64_t seed, int eviction_log,
-                                 int64_t eviction_log_capacity, std::shared_ptr<Store> store) {
+                                 int64_t eviction_log_capacity, int64_t admission_threshold,
+                                 std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -75,6 +76,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
+  options.admission_threshold = admission_threshold;
   options.store = std::move(store);
   return Table::Create(options);
 }
@@ -118,15 +120,17 @@ void BindTable(nb::module_& m) {
     return states;
   });
 
-  m.def("initial_values", [](int kind, const std::vector<double>& values, uint64_t seed,
-                             const std::string& stream, uintptr_t keys, int64_t n, int64_t dim,
-                             uintptr_t out) {
-    const Initializer initializer(InitializerFrom(kind, values), seed, stream);
-    for (int64_t i = 0; i < n; ++i) {
-      initializer.Fill(Address<const int64_t>(keys)[i],
-                       {Address<float>(out) + i * dim, static_cast<size_t>(dim)});
-    }
-  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "initial_values",
+      [](int kind, const std::vector<double>& values, uint64_t seed, const std::string& stream,
+         uintptr_t keys, int64_t n, int64_t dim, uintptr_t out) {
+        const Initializer initializer(InitializerFrom(kind, values), seed, stream);
+        for (int64_t i = 0; i < n; ++i) {
+          initializer.Fill(Address<const int64_t>(keys)[i],
+                           {Address<float>(out) + i * dim, static_cast<size_t>(dim)});
+        }
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("stored_row_bytes", [](int64_t dim, int dtype, const std::string& optimizer) {
     OptimizerOptions options;
     options.kind = OptimizerFromName(optimizer);
@@ -142,6 +146,7 @@ void BindTable(nb::module_& m) {
       .def_ro("evictions", &TableStats::evictions)
       .def_ro("refusals", &TableStats::refusals)
       .def_ro("log_dropped", &TableStats::log_dropped)
+      .def_ro("unadmitted", &TableStats::unadmitted)
       .def_ro("bytes", &TableStats::bytes)
       .def_ro("fetches", &TableStats::fetches)
       .def_ro("write_backs", &TableStats::write_backs);
@@ -153,7 +158,8 @@ void BindTable(nb::module_& m) {
       .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
-           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "store"_a.none())
+           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "admission_threshold"_a,
+           "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -251,21 +257,28 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
-      .def("set_optimizer", [](Table& table, const std::string& name, double initial_accumulator) {
-             OptimizerOptions options;
-             options.kind = OptimizerFromName(name);
-             options.initial_accumulator = static_cast<float>(initial_accumulator);
-             table.SetOptimizer(options);
-           }, Unlocked(), "optimizer"_a, "initial_accumulator"_a)
-      .def("prefetch", [](Table& table, uintptr_t keys, int64_t n) {
-             return table.Prefetch(Keys(keys, n));
-           }, Unlocked())
+      .def(
+          "set_optimizer",
+          [](Table& table, const std::string& name, double initial_accumulator) {
+            OptimizerOptions options;
+            options.kind = OptimizerFromName(name);
+            options.initial_accumulator = static_cast<float>(initial_accumulator);
+            table.SetOptimizer(options);
+          },
+          Unlocked(), "optimizer"_a, "initial_accumulator"_a)
+      .def(
+          "prefetch",
+          [](Table& table, uintptr_t keys, int64_t n) { return table.Prefetch(Keys(keys, n)); },
+          Unlocked())
       .def("flush", &Table::Flush, Unlocked())
       .def("snapshot", &Table::SaveSnapshot, Unlocked(), "name"_a)
       .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
-      .def("resident", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
-             table.Resident(Keys(keys, n), Address<uint8_t>(found));
-           }, Unlocked())
+      .def(
+          "resident",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+            table.Resident(Keys(keys, n), Address<uint8_t>(found));
+          },
+          Unlocked())
       .def("close", &Table::Close, Unlocked());
 
   nb::class_<Snapshot>(m, "Snapshot",

@@ -56,7 +56,8 @@ const TableOptions& Validated(const TableOptions& options) {
 
 void RequireBatchSize(size_t keys) {
   if (keys < size_t{1} << 31) return;
-  throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " + std::to_string(keys));
+  throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " +
+                        std::to_string(keys));
 }
 
 int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer) {
@@ -91,6 +92,7 @@ Table::Table(const TableOptions& options)
       index_->bytes() + row_bytes,
       "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (options_.store) {
     dirty_.resize(static_cast<size_t>(index_->capacity()), 0);
     options_.store->Attach();
@@ -138,6 +140,7 @@ TableStats Table::stats() const {
     stats.capacity = index_->capacity();
     stats.max_capacity = index_->max_capacity();
     stats.bytes = static_cast<int64_t>(index_->bytes() + rows_.size());
+    if (admission_) stats.bytes += admission_->bytes();
   }
   return stats;
 }
@@ -350,8 +353,8 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
       const int64_t bucket = index_->BucketOf(key);
       if (parts > 1 && bucket % parts != part) continue;
       // An earlier occurrence may have inserted the key.
-      auto [slot, inserted] = evict ? KeyIndex::Insertion{index_->Find(key), false}
-                                    : index_->FindOrInsert(key, score);
+      auto [slot, inserted] =
+          evict ? KeyIndex::Insertion{index_->Find(key), false} : index_->FindOrInsert(key, score);
       if (slot != kNoSlot && !inserted && counts) {
         index_->set_score(slot, index_->entry(slot).score + 1);
       }
@@ -451,6 +454,23 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   const auto distinct = std::unique(refused.begin(), refused.end()) - refused.begin();
   stats_.refusals += distinct;
   return distinct;
+}
+
+std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing) {
+  if (!admission_ || missing.empty()) return {};
+  // Keys that come once or twice outnumber those that stay.
+  constexpr int64_t kTrackedPerRow = 4;
+  admission_->Reserve(kTrackedPerRow * index_->capacity());
+  for (const uint32_t i : missing) admission_->Count(keys[i]);
+  const FetchedRows below = Fetch(keys, missing);  // what was stored once stays so
+  const auto first = std::stable_partition(missing.begin(), missing.end(), [&](uint32_t i) {
+    return admission_->IsAdmitted(keys[i]) || below.Find(keys[i]).data != nullptr;
+  });
+  std::vector<uint32_t> waiting(first, missing.end());
+  missing.erase(first, missing.end());
+  for (const uint32_t i : missing) admission_->Forget(keys[i]);
+  stats_.unadmitted += static_cast<int64_t>(waiting.size());
+  return waiting;
 }
 
 void Table::InitRow(Slot slot, int64_t key, const float* initial) {

@@ -142,8 +142,12 @@ class FrequencyAdmissionStrategy:
     threshold: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int) or self.threshold < 1:
-            raise ValueError(f"threshold should be an integer of at least 1 but is: {self.threshold!r}")
+        if (
+            isinstance(self.threshold, bool)
+            or not isinstance(self.threshold, int)
+            or not 1 <= self.threshold <= 255
+        ):
+            raise ValueError(f"threshold should be an integer from 1 to 255 but is: {self.threshold!r}")
 
 
 def _check(condition: bool, name: str, should: str, value: object) -> None:
@@ -315,7 +319,6 @@ class DynamicEmbTableOptions(HKVConfig):
 
     def planned(self, *, num_embeddings: int, dim: int, world: int, dtype: torch.dtype) -> Any:
         """A copy as the planner completes it; this object is left as it is."""
-        self.validate()
         capacity = capacity_per_rank(num_embeddings, world, self.bucket_capacity)
         strategy = self.engine_strategy
         evict = {

@@ -205,6 +205,7 @@ class DynamicEmbeddingShardingPlanner:
             if not is_dynamic(constraint):
                 continue
             options = getattr(constraint, "dynamicemb_options", None) or DynamicEmbTableOptions()
+            options.validate()  # it may have been changed since it was made
             dim = config.embedding_dim
             if options.dim not in (None, -1, dim):
                 raise ValueError(

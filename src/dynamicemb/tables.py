@@ -96,6 +96,7 @@ def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> di
             score_strategy=planned.engine_strategy,
             seed=seed,
             check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
+            admission_threshold=planned.admit_strategy.threshold if planned.admit_strategy else 0,
         )
     description = {
         name: f"{o}, {describe(shardings[name].dynamicemb_options)}" for name, o in options.items()

@@ -57,6 +57,7 @@ class Stats:
     evictions: int
     refusals: int
     log_dropped: int
+    unadmitted: int
     bytes: int
     fetches: int
     write_backs: int
@@ -107,6 +108,7 @@ class Table:
             seed=options.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
+            admission_threshold=options.admission_threshold,
             store=self._store_handle,
         )
 

@@ -29,6 +29,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "embstore/admission.h"
 #include "embstore/changes.h"
 #include "embstore/initializer.h"
 #include "embstore/kernels.h"
@@ -54,7 +55,9 @@ struct TableOptions {
   uint64_t seed = 0;
   EvictionLog eviction_log = EvictionLog::kOff;
   int64_t eviction_log_capacity = 1 << 20;  // the oldest entries give way, and are counted
-  std::shared_ptr<Store> store;             // the tier below, or null
+  int64_t admission_threshold =
+      0;                         // > 0: a training batch stores a key once it was seen this often
+  std::shared_ptr<Store> store;  // the tier below, or null
 };
 
 // Bytes of a row as a store keeps it.
@@ -64,6 +67,7 @@ struct TableStats {
   int64_t size = 0, capacity = 0, max_capacity = 0;
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
   int64_t log_dropped = 0;               // evictions that the log had no room for
+  int64_t unadmitted = 0;                // occurrences that were answered without a row
   int64_t bytes = 0;                     // mapped for index and rows
   int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
 };
@@ -129,7 +133,7 @@ class Table : public std::enable_shared_from_this<Table> {
   void set_step(uint64_t step);           // kStep only: after a load
   // Later batches of a strategy with a clock get at least this score: ranks agree on a moment.
   void RaiseClock(uint64_t score);
-  void set_seed(uint64_t seed);           // of rows that are yet to come
+  void set_seed(uint64_t seed);  // of rows that are yet to come
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;
   void Resident(std::span<const int64_t> keys, uint8_t* found) const;  // without the store
@@ -206,6 +210,9 @@ class Table : public std::enable_shared_from_this<Table> {
   BatchScore NextBatchScore();
   void RequireScore() const;  // throws InvalidState when kCustomized has none
   void CountHits(int64_t hits) { stats_.hits += hits; }
+  // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
+  // returned.
+  std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing);
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets slots[i].
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key of the call that has not
@@ -278,6 +285,7 @@ class Table : public std::enable_shared_from_this<Table> {
   mutable RwLock lock_;
   std::optional<KeyIndex> index_;  // empty once closed
   mutable HugeBuffer rows_;
+  std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
@@ -293,8 +301,8 @@ class Table : public std::enable_shared_from_this<Table> {
   std::vector<uint8_t> stamps_;
   uint8_t stamp_ = 0;
   std::vector<uint8_t> dirty_;  // one for each slot; empty without a store
-  // While a Prefetch reads the store: the keys whose rows below changed since it began, and a number
-  // that changes when all of them did.
+  // While a Prefetch reads the store: the keys whose rows below changed since it began, and a
+  // number that changes when all of them did.
   int64_t prefetches_ = 0;
   std::unordered_set<int64_t> changed_below_;
   uint64_t contents_ = 0;

@@ -120,7 +120,9 @@ def _end() -> None:
 atexit.register(_end)
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0, **keywords: Any) -> list[Any]:
+def run(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 40.0, **keywords: Any
+) -> list[Any]:
     """What the function returned on each rank. RankFailed when one raised; TimeoutError when one hangs."""
     global _pool
     if _pool is None:
@@ -135,7 +137,8 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: floa
         for rank, pipe in enumerate(pipes):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"rank {rank} did not answer in {timeout} s")
+                    failures = "".join(value[2] for ok, value in answers if not ok)
+                    raise TimeoutError(f"rank {rank} did not answer in {timeout} s. {failures}")
                 answers.append(pickle.loads(pipe.recv_bytes()))
             except (TimeoutError, EOFError):
                 _end()
@@ -145,7 +148,9 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: floa
     return [value for _, value in answers]
 
 
-def errors(world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[tuple[str, str, str]]:
+def errors(
+    world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> list[tuple[str, str, str]]:
     """The errors of a job that has to fail on every rank."""
     try:
         run(world, function, *arguments, **keywords)
