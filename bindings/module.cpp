@@ -57,5 +57,8 @@ NB_MODULE(_core, m) {
   m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a,
         nb::call_guard<nb::gil_scoped_release>());
   BindTable(m);
+  BindInitializer(m);
   BindLookup(m);
+  BindParameterServer(m);
+  BindSlotMap(m);
 }
