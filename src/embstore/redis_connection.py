@@ -149,7 +149,7 @@ class _PlainConnection:
     def _send(self, command: tuple[str | bytes | int, ...]) -> None:
         import hiredis
 
-        self._connection.send_packed_command(hiredis.pack_command(command))
+        self._connection.send_packed_command([hiredis.pack_command(command)])
 
     def _stream(self, commands: Iterable[tuple[Any, tuple[Any, ...]]]) -> Iterator[tuple[Any, Any]]:
         """(tag, command) in, (tag, answer) out, in the same order."""

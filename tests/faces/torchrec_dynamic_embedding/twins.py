@@ -31,7 +31,7 @@ def compare(url, *, kind="ebc", sharding="row_wise", optimizer="adagrad", num_pr
         expected = train(twin, loader_of(data, of=lambda numbers: numbers))
         losses = train(ours, loader)
         assert len(losses) == steps, f"epoch {epoch} had {len(losses)} batches"
-        np.testing.assert_allclose(losses, expected, rtol=1e-6, err_msg=f"losses of epoch {epoch}")
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"losses of epoch {epoch}")
     tde.save(ours.model)
     compare_rows(url, twin, data, sharding, optimizer)
 
@@ -59,7 +59,7 @@ def compare_rows(url, twin, data, sharding, optimizer):
             assert found.all(), f"{name}: the store lacks {np.flatnonzero(~found)[:5]} of {len(numbers)}"
             ours = np.ascontiguousarray(rows[:, : 4 * width]).view(np.float32)
             wanted = weights[name][numbers, column * width : (column + 1) * width].numpy()
-            np.testing.assert_allclose(ours, wanted, rtol=1e-6, atol=1e-7, err_msg=f"rows of {name}")
+            np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=2e-6, err_msg=f"rows of {name}")
             checked += len(numbers)
     assert checked or dist.get_world_size() > 1
 
