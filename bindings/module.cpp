@@ -56,6 +56,7 @@ NB_MODULE(_core, m) {
   m.def("idle_pool_bytes", &IdlePoolBytes);
   m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  BindStore(m);
   BindTable(m);
   BindInitializer(m);
   BindLookup(m);

@@ -12,6 +12,7 @@ void BindInitializer(nanobind::module_& m);
 void BindLookup(nanobind::module_& m);
 void BindParameterServer(nanobind::module_& m);
 void BindSlotMap(nanobind::module_& m);
+void BindStore(nanobind::module_& m);
 
 // An address that Python handed over (0 is null).
 template <typename T>

@@ -6,6 +6,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -48,7 +49,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
                                  const std::string& optimizer, double initial_accumulator,
                                  int initializer, const std::vector<double>& initializer_values,
                                  int score_strategy, uint64_t seed, int eviction_log,
-                                 int64_t eviction_log_capacity) {
+                                 int64_t eviction_log_capacity, std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -67,6 +68,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
+  options.store = std::move(store);
   return Table::Create(options);
 }
 
@@ -107,6 +109,12 @@ void BindTable(nb::module_& m) {
     return states;
   });
 
+  m.def("stored_row_bytes", [](int64_t dim, int dtype, const std::string& optimizer) {
+    OptimizerOptions options;
+    options.kind = OptimizerFromName(optimizer);
+    return StoredRowBytes(dim, static_cast<DType>(dtype), options);
+  });
+
   nb::class_<TableStats>(m, "TableStats")
       .def_ro("size", &TableStats::size)
       .def_ro("capacity", &TableStats::capacity)
@@ -116,7 +124,9 @@ void BindTable(nb::module_& m) {
       .def_ro("evictions", &TableStats::evictions)
       .def_ro("refusals", &TableStats::refusals)
       .def_ro("log_dropped", &TableStats::log_dropped)
-      .def_ro("bytes", &TableStats::bytes);
+      .def_ro("bytes", &TableStats::bytes)
+      .def_ro("fetches", &TableStats::fetches)
+      .def_ro("write_backs", &TableStats::write_backs);
 
   nb::class_<Table::Cursor>(m, "Cursor")
       .def(nb::init<>())
@@ -127,7 +137,7 @@ void BindTable(nb::module_& m) {
       .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
-           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a)
+           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -187,6 +197,15 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
+      .def("prefetch", [](Table& table, uintptr_t keys, int64_t n) {
+             return table.Prefetch(Keys(keys, n));
+           }, Unlocked())
+      .def("flush", &Table::Flush, Unlocked())
+      .def("snapshot", &Table::Snapshot, Unlocked(), "name"_a)
+      .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
+      .def("resident", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+             table.Resident(Keys(keys, n), Address<uint8_t>(found));
+           }, Unlocked())
       .def("close", &Table::Close, Unlocked());
 }
 

@@ -117,12 +117,14 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const auto& [work, partition] = tasks[static_cast<size_t>(task)];
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
     if (sorted.empty()) return;
-    const Table& table = work->request->slots->table();
+    Table& table = work->request->slots->table();
     thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(table.dim())));
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
                            sorted.data(), static_cast<int64_t>(sorted.size()), work->gradients,
                            scratch.data());
+    if (!table.tracks_dirty()) return;
+    for (const Occurrence& occurrence : sorted) table.MarkDirty(static_cast<Slot>(occurrence.slot));
   });
 }
 
@@ -141,7 +143,8 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
   ParallelFor(partitions, [&](int64_t p) {
     auto& items = sorted[static_cast<size_t>(p)] = grouping.Sort(p);
     int64_t groups = 0;
-    for (size_t i = 0; i < items.size(); ++i) groups += i == 0 || items[i].slot != items[i - 1].slot;
+    for (size_t i = 0; i < items.size(); ++i)
+      groups += i == 0 || items[i].slot != items[i - 1].slot;
     begins[static_cast<size_t>(p + 1)] = groups;
   });
   for (size_t p = 1; p < begins.size(); ++p) begins[p] += begins[p - 1];
@@ -187,7 +190,11 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                             const VectorsView& gradients, const StepOptions& step) {
   const auto n = static_cast<int64_t>(keys.size());
   const SlotList list(table.shared_from_this(), n);
-  {
+  if (table.store()) {
+    std::unique_lock guard(table.lock());
+    table.RequireOpen();
+    table.BringUp(keys, list.data());
+  } else {
     std::shared_lock guard(table.lock());
     table.RequireOpen();
     const IndexView index = table.index();

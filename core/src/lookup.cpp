@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "fetched_rows.h"
 
 namespace embstore {
 namespace {
@@ -31,6 +32,7 @@ struct Work {
 
   Work(const LookupRequest* from, Slot* to) : request(from), slots(to) {}
 
+  bool has_store() const { return request->table->store() != nullptr; }
   bool pooled() const { return request->pooling != Pooling::kNone; }
   const float* extra_rows() const { return extra.empty() ? nullptr : extra.data(); }
 
@@ -46,16 +48,17 @@ struct Work {
     const auto bags = static_cast<int64_t>(request->offsets.size()) - 1;
     for (int64_t first = 0, last; first < bags; first = last) {
       for (last = first + 1; last < bags && request->offsets[static_cast<size_t>(last)] -
-                                                        request->offsets[static_cast<size_t>(first)] +
-                                                        (last - first) / 4 <
-                                                    kKeysPerTask;) {
+                                                    request->offsets[static_cast<size_t>(first)] +
+                                                    (last - first) / 4 <
+                                                kKeysPerTask;) {
         ++last;
       }
       pieces.push_back({first, last, {}});
     }
   }
 
-  void FindBlock(int64_t begin, int64_t end, const RowsView& rows, std::vector<uint32_t>& missing_here) {
+  void FindBlock(int64_t begin, int64_t end, const RowsView& rows,
+                 std::vector<uint32_t>& missing_here) {
     const Kernels& kernels = ActiveKernels();
     const IndexView index = request->table->index();
     for (int64_t i = begin; i < end; i += kProbeBlock) {
@@ -95,7 +98,8 @@ struct Work {
     const VectorsView& out = request->out;
     auto* to = static_cast<std::byte*>(out.base) +
                begin * out.stride * static_cast<int64_t>(SizeOf(out.dtype));
-    ActiveKernels().gather(rows, slots + begin, end - begin, extra_rows(), to, out.dtype, out.stride);
+    ActiveKernels().gather(rows, slots + begin, end - begin, extra_rows(), to, out.dtype,
+                           out.stride);
   }
 
   void PoolBags(const RowsView& rows, int64_t first, int64_t last) const {
@@ -126,12 +130,23 @@ struct Work {
     }
   }
 
-  void UseInitialValues() {
-    const auto dim = static_cast<size_t>(request->table->dim());
+  // Evaluation: vectors from the store below, else initial values where they are wanted. What is
+  // left reads zero, as Answer wrote it.
+  void UseOtherVectors(bool initial) {
+    const Table& table = *request->table;
+    const auto dim = static_cast<size_t>(table.dim());
+    const FetchedRows below = table.Fetch(request->keys.data(), missing);
     extra.resize(missing.size() * dim);
     for (size_t j = 0; j < missing.size(); ++j) {
-      request->table->initializer().Fill(request->keys[missing[j]],
-                                         {extra.data() + j * dim, dim});
+      const int64_t key = request->keys[missing[j]];
+      float* vector = extra.data() + j * dim;
+      if (const std::byte* row = below.Find(key).data) {
+        ActiveKernels().load_vector(row, table.dim(), table.options().dtype, vector);
+      } else if (initial) {
+        table.initializer().Fill(key, {vector, dim});
+      } else {
+        continue;
+      }
       slots[missing[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
@@ -153,8 +168,8 @@ void Validate(std::span<const LookupRequest> requests) {
   std::sort(tables.begin(), tables.end());
   const auto twice = std::adjacent_find(tables.begin(), tables.end());
   if (twice != tables.end()) {
-    throw InvalidArgument("requests should name each table once but '" +
-                          (*twice)->options().name + "' is there twice");
+    throw InvalidArgument("requests should name each table once but '" + (*twice)->options().name +
+                          "' is there twice");
   }
 }
 
@@ -202,14 +217,17 @@ void Run(std::vector<Work>& works, Access access) {
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();
-    if (access == Access::kReadInitial) work.UseInitialValues();
+    if (access == Access::kReadInitial || (access == Access::kReadZero && work.has_store())) {
+      work.UseOtherVectors(access == Access::kReadInitial);
+    }
     if (access == Access::kTrain) {
       work.request->table->CountHits(
           static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
     }
-    again |= !work.missing.empty();
+    // Zeros are already there.
+    again |= !work.missing.empty() && (access != Access::kReadZero || work.has_store());
   }
-  if (!again || access == Access::kReadZero) return;  // zeros are already there
+  if (!again) return;
   if (access == Access::kTrain) InsertAll(works);
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     auto& [work, piece] = tasks[static_cast<size_t>(task)];
@@ -253,8 +271,8 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
     return results;
   }
   for (size_t i = 0; i < requests.size(); ++i) {
-    results[i].slots = std::make_unique<SlotList>(
-        requests[i].table, static_cast<int64_t>(requests[i].keys.size()));
+    results[i].slots = std::make_unique<SlotList>(requests[i].table,
+                                                  static_cast<int64_t>(requests[i].keys.size()));
   }
   const auto guards = LockAll<std::unique_lock<RwLock>>(requests);
   for (size_t i = 0; i < requests.size(); ++i) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "fetched_rows.h"
 
 namespace embstore {
 namespace {
@@ -17,6 +18,10 @@ constexpr int64_t kRowAlignment = 16;
 constexpr int64_t kMaxDim = 1 << 16;
 
 int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+int64_t StateOffset(int64_t dim, DType dtype) {
+  return RoundUp(dim * static_cast<int64_t>(SizeOf(dtype)), 4);
+}
 
 uint64_t NowNanoseconds() {
   timespec now;
@@ -35,10 +40,21 @@ const TableOptions& Validated(const TableOptions& options) {
   }
   Validate(options.initializer);
   Validate(options.optimizer);
+  const int64_t row_bytes = StoredRowBytes(options.dim, options.dtype, options.optimizer);
+  if (options.store && options.store->row_bytes() != row_bytes) {
+    throw InvalidArgument("store should keep rows of " + std::to_string(row_bytes) +
+                          " bytes for table '" + options.name + "' but " +
+                          options.store->Describe() +
+                          " keeps: " + std::to_string(options.store->row_bytes()));
+  }
   return options;
 }
 
 }  // namespace
+
+int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer) {
+  return StateOffset(dim, dtype) + 4 * StateWidth(optimizer, dim);
+}
 
 SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
     : table_(std::move(table)), buffer_(static_cast<size_t>(n) * sizeof(Slot)), n_(n) {
@@ -59,15 +75,23 @@ std::shared_ptr<Table> Table::Create(const TableOptions& options) {
 Table::Table(const TableOptions& options)
     : options_(options),
       state_width_(StateWidth(options.optimizer, options.dim)),
-      state_offset_(RoundUp(options.dim * static_cast<int64_t>(SizeOf(options.dtype)), 4)),
+      state_offset_(StateOffset(options.dim, options.dtype)),
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
       initializer_(options.initializer, options.seed, options.name) {
   index_.emplace(options.index);
   const auto row_bytes = static_cast<size_t>(index_->capacity() * row_stride_);
-  RequireAvailableMemory(index_->bytes() + row_bytes,
-                         "table '" + options.name + "' with " +
-                             std::to_string(index_->capacity()) + " rows");
+  RequireAvailableMemory(
+      index_->bytes() + row_bytes,
+      "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  if (options_.store) {
+    dirty_.resize(static_cast<size_t>(index_->capacity()), 0);
+    options_.store->Attach();
+  }
+}
+
+Table::~Table() {
+  if (index_ && options_.store) options_.store->Detach();
 }
 
 void Table::RequireOpen() const {
@@ -76,9 +100,16 @@ void Table::RequireOpen() const {
 
 void Table::Close() {
   std::unique_lock guard(lock_);
+  if (!index_) return;
+  if (options_.store) {
+    WriteBackDirty();
+    options_.store->Flush();
+    options_.store->Detach();
+  }
   index_.reset();
   rows_ = HugeBuffer();
   stamps_ = {};
+  dirty_ = {};
 }
 
 RowsView Table::rows() const {
@@ -87,9 +118,7 @@ RowsView Table::rows() const {
 
 std::byte* Table::row(Slot slot) const { return rows_.data() + slot * row_stride_; }
 
-float* Table::state(Slot slot) const {
-  return reinterpret_cast<float*>(row(slot) + state_offset_);
-}
+float* Table::state(Slot slot) const { return reinterpret_cast<float*>(row(slot) + state_offset_); }
 
 TableStats Table::stats() const {
   std::shared_lock guard(lock_);
@@ -137,8 +166,9 @@ uint64_t Table::current_score() {
 void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
   if (options_.score_strategy != ScoreStrategy::kCustomized) {
-    throw InvalidArgument("score should be set only on a table whose strategy is customized, and '" +
-                          options_.name + "' has another");
+    throw InvalidArgument(
+        "score should be set only on a table whose strategy is customized, and '" + options_.name +
+        "' has another");
   }
   if (score == 0) throw InvalidArgument("score should be at least 1 but is: 0");
   custom_score_ = score;
@@ -179,13 +209,20 @@ Table::BatchScore Table::NextBatchScore() {
 }
 
 void Table::Grow() {
+  constexpr int64_t kMaxSlots = int64_t{1} << 31;
+  if (2 * index_->capacity() >= kMaxSlots) {
+    throw OutOfMemory("table '" + options_.name +
+                      "' has as many slots as there can be: " + std::to_string(index_->capacity()));
+  }
   const size_t more = index_->bytes_to_grow() + rows_.size();
   RequireAvailableMemory(more, "growing table '" + options_.name + "' to " +
                                    std::to_string(2 * index_->capacity()) + " rows");
   const int64_t old_capacity = index_->capacity();
   rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
+  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_capacity), 0);
   index_->Grow([this](Slot from, Slot to) {
     std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
+    if (tracks_dirty()) dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
   });
   ++layout_;
   std::lock_guard guard(lists_mutex_);
@@ -202,7 +239,8 @@ void Table::GrowFor(const int64_t* keys, std::span<const uint32_t> missing) {
     return static_cast<int64_t>(index_->max_load_factor() *
                                 static_cast<double>(index_->capacity()));
   };
-  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit()) return;
+  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit())
+    return;
   std::vector<int64_t> distinct;
   distinct.reserve(missing.size());
   for (uint32_t i : missing) distinct.push_back(keys[i]);
@@ -219,8 +257,9 @@ void Table::Reserve(int64_t rows) {
                           std::to_string(index_->max_capacity()) +
                           ") but is: " + std::to_string(rows));
   }
-  while (index_->CanGrow() && static_cast<double>(rows) > index_->max_load_factor() *
-                                                              static_cast<double>(index_->capacity())) {
+  while (index_->CanGrow() &&
+         static_cast<double>(rows) >
+             index_->max_load_factor() * static_cast<double>(index_->capacity())) {
     Grow();
   }
 }
@@ -266,8 +305,8 @@ struct Table::InsertPass {
 
 // Threads share the work by bucket, so that the keys of one bucket come in the order of the batch
 // whatever the number of threads.
-Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
-                                std::span<const uint32_t> missing, uint64_t score, bool evict) {
+Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                                uint64_t score, bool evict) {
   constexpr size_t kWorthSharing = 256;
   const int64_t parts = missing.size() < kWorthSharing ? 1 : NumThreads();
   std::vector<InsertPass> passes(static_cast<size_t>(parts));
@@ -306,14 +345,20 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots,
 int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
                              uint64_t score) {
   if (missing.empty()) return 0;
+  return InsertMissing(keys, slots, missing, score, Fetch(keys, missing));
+}
+
+int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                             uint64_t score, const FetchedRows& below) {
   GrowFor(keys, missing);
-  InsertPass done = Insert(keys, slots, missing, score, /*evict=*/false);
-  const auto count_inserted = [&](size_t keys_inserted) {
-    index_->AddSize(static_cast<int64_t>(keys_inserted));
-    stats_.inserts += static_cast<int64_t>(keys_inserted);
+  InsertPass done;  // inserted: keys that have no row yet
+  std::vector<uint32_t> blocked(missing.begin(), missing.end());
+  const auto insert_if_room = [&] {
+    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
+    index_->AddSize(static_cast<int64_t>(more.inserted.size()));
+    blocked = std::move(more.blocked);
+    done.inserted = std::move(more.inserted);
   };
-  count_inserted(done.inserted.size());
-  std::vector<uint32_t> blocked = std::move(done.blocked);
   const auto finish_rows = [&] {
     constexpr int64_t kRowsPerTask = 512;
     const auto rows = static_cast<int64_t>(done.inserted.size());
@@ -321,30 +366,39 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
       const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
-        InitRow(slots[i], keys[i]);
+        FillRow(slots[i], keys[i], below);
       }
     });
+    stats_.inserts += rows;
     done.inserted.clear();
   };
+  insert_if_room();
   // A full bucket of a table that may grow: double until there is room.
   while (!blocked.empty() && index_->CanGrow()) {
     finish_rows();  // growing may fail, and rows that have a key must be whole by then
     Grow();
-    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
-    count_inserted(more.inserted.size());
-    blocked = std::move(more.blocked);
-    done.inserted = std::move(more.inserted);
+    insert_if_room();
   }
   if (!blocked.empty() && options_.score_strategy != ScoreStrategy::kNoEviction) {
     std::sort(blocked.begin(), blocked.end());
     StampPinned();
     InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/true);
-    LogEvictions(more.evicted);
-    stats_.inserts += static_cast<int64_t>(more.inserted.size());
     done.inserted.insert(done.inserted.end(), more.inserted.begin(), more.inserted.end());
     blocked = std::move(more.blocked);
+    try {
+      WriteBack(more.evicted);  // the last moment: rows are still those of the victims
+    } catch (...) {
+      Undo(keys, slots, missing, done.inserted, more.evicted);
+      throw;
+    }
+    LogEvictions(more.evicted);
   }
   finish_rows();
+  while (!blocked.empty() && MayExceedBudget()) {
+    Grow();
+    insert_if_room();
+    finish_rows();
+  }
   if (blocked.empty()) return 0;
   std::vector<int64_t> refused;
   for (uint32_t i : blocked) refused.push_back(keys[i]);
@@ -356,7 +410,8 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
 
 void Table::InitRow(Slot slot, int64_t key) {
   if (options_.dtype == DType::kFloat32) {
-    initializer_.Fill(key, {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
+    initializer_.Fill(key,
+                      {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
   } else {
     thread_local std::vector<float> vector;
     vector.resize(static_cast<size_t>(options_.dim));

@@ -9,6 +9,7 @@
 
 #include "embstore/parallel.h"
 #include "embstore/table.h"
+#include "fetched_rows.h"
 #include "grouping.h"
 
 namespace embstore {
@@ -33,14 +34,40 @@ void ForBlocks(const Table& table, std::span<const int64_t> keys, const RowsView
   });
 }
 
+// Where found[i] == value.
+std::vector<uint32_t> Positions(const uint8_t* found, size_t n, uint8_t value) {
+  std::vector<uint32_t> positions;
+  for (size_t i = 0; i < n; ++i) {
+    if (found[i] == value) positions.push_back(static_cast<uint32_t>(i));
+  }
+  return positions;
+}
+
 }  // namespace
+
+void Table::Resident(std::span<const int64_t> keys, uint8_t* found) const {
+  std::shared_lock guard(lock_);
+  RequireOpen();
+  LockedResident(keys, found);
+}
+
+void Table::LockedResident(std::span<const int64_t> keys, uint8_t* found) const {
+  ForBlocks(*this, keys, nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
+    for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
+  });
+}
 
 void Table::Contains(std::span<const int64_t> keys, uint8_t* found) const {
   std::shared_lock guard(lock_);
   RequireOpen();
-  ForBlocks(*this, keys, nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
-    for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
-  });
+  LockedResident(keys, found);
+  if (!options_.store) return;
+  const std::vector<uint32_t> missing = Positions(found, keys.size(), 0);
+  std::vector<int64_t> wanted;
+  for (uint32_t i : missing) wanted.push_back(keys[i]);
+  std::vector<uint8_t> below(wanted.size());
+  options_.store->Contains(wanted, below.data());
+  for (size_t j = 0; j < missing.size(); ++j) found[missing[j]] = below[j];
 }
 
 void Table::Read(std::span<const int64_t> keys, float* values, float* states, uint64_t* scores,
@@ -49,6 +76,11 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   RequireOpen();
   const RowsView view = rows();
   const int64_t width = state_width_;
+  std::vector<uint8_t> found_here;
+  if (options_.store && !found) {
+    found_here.resize(keys.size());
+    found = found_here.data();
+  }
   ForBlocks(*this, keys, values ? &view : nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
     if (values) {
       ActiveKernels().gather(view, slots, m, nullptr, values + i * options_.dim, DType::kFloat32,
@@ -67,6 +99,21 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
       }
     }
   });
+  if (!options_.store) return;
+  const std::vector<uint32_t> missing = Positions(found, keys.size(), 0);
+  if (missing.empty()) return;
+  const FetchedRows below(*options_.store, keys.data(), missing, scores != nullptr);
+  for (uint32_t i : missing) {
+    const FetchedRows::Row fetched = below.Find(keys[i]);
+    if (!fetched.data) continue;
+    found[i] = 1;
+    if (values) {
+      ActiveKernels().load_vector(fetched.data, options_.dim, options_.dtype,
+                                  values + i * options_.dim);
+    }
+    if (states) std::memcpy(states + i * width, fetched.data + state_offset_, 4 * width);
+    if (scores) scores[i] = fetched.score;
+  }
 }
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,
@@ -92,7 +139,10 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
   }
-  const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score);
+  // A row that is replaced as a whole need not be fetched.
+  const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
+  const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score,
+                                        whole ? FetchedRows() : Fetch(keys.data(), missing));
   Grouping grouping(slots, n, index_->capacity());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();
@@ -107,6 +157,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
                                    row(slot));
       if (states) std::copy_n(states + i * state_width_, state_width_, state(slot));
       if (scores) index_->set_score(slot, scores[i]);
+      if (tracks_dirty()) MarkDirty(slot);
     }
   });
   return refused;
@@ -115,6 +166,11 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
 int64_t Table::Erase(std::span<const int64_t> keys) {
   std::unique_lock guard(lock_);
   RequireOpen();
+  int64_t only_below = 0;
+  if (options_.store) {
+    only_below = CountOnlyBelow(keys);
+    options_.store->Erase(keys);  // first: if it fails, nothing has changed
+  }
   NextStamp();
   int64_t erased = 0;
   for (int64_t key : keys) {
@@ -125,21 +181,39 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
     ++erased;
   }
   index_->AddSize(-erased);
-  if (erased == 0) return 0;
+  if (erased == 0) return only_below;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) {
     for (Slot *slot = list->data(), *end = slot + list->size(); slot != end; ++slot) {
       if (*slot >= 0 && IsStamped(*slot)) *slot = kNoSlot;
     }
   }
-  return erased;
+  return erased + only_below;
+}
+
+int64_t Table::CountOnlyBelow(std::span<const int64_t> keys) const {
+  std::vector<int64_t> absent;
+  for (int64_t key : keys) {
+    if (index_->Find(key) == kNoSlot) absent.push_back(key);
+  }
+  std::sort(absent.begin(), absent.end());
+  absent.erase(std::unique(absent.begin(), absent.end()), absent.end());
+  std::vector<uint8_t> below(absent.size());
+  options_.store->Contains(absent, below.data());
+  return std::count(below.begin(), below.end(), uint8_t{1});
 }
 
 void Table::Clear() {
   std::unique_lock guard(lock_);
   RequireOpen();
+  if (options_.store) options_.store->Clear();
+  ForgetRows();
+}
+
+void Table::ForgetRows() {
   index_->Clear();
   rows_.Clear();
+  std::fill(dirty_.begin(), dirty_.end(), uint8_t{0});
   ++layout_;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) std::fill_n(list->data(), list->size(), kNoSlot);
@@ -154,7 +228,8 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
   RequireOpen();
   if (!cursor.started) cursor = {0, layout_, true};
   if (cursor.layout != layout_) {
-    throw InvalidState("table '" + options_.name + "' was grown or cleared during an export");
+    throw InvalidState("table '" + options_.name +
+                       "' was grown, cleared or written back during an export");
   }
   std::vector<Slot> slots;
   int64_t next = cursor.next;

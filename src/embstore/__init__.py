@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from embstore import stores
 from embstore._core import get_num_threads, isa, set_num_threads
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
 from embstore.optimizers import (
@@ -77,4 +78,5 @@ __all__ = [
     "isa",
     "owner",
     "set_num_threads",
+    "stores",
 ]

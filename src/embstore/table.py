@@ -1,9 +1,9 @@
 """Table: rows by key.
 
-    table = Table("user", dim=2, initializer=Constant(1.0), optimizer=SGD(lr=0.5))
-    table.find_or_insert([7, -1, 7])          # [[1, 1], [1, 1], [1, 1]]
-    table.apply_gradients([7, 7], [[1, 0], [1, 0]])
-    table.find([7, 5])                        # ([[0, 1], [0, 0]], [True, False])
+table = Table("user", dim=2, initializer=Constant(1.0), optimizer=SGD(lr=0.5))
+table.find_or_insert([7, -1, 7])          # [[1, 1], [1, 1], [1, 1]]
+table.apply_gradients([7, 7], [[1, 0], [1, 0]])
+table.find([7, 5])                        # ([[0, 1], [0, 0]], [True, False])
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
 from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
+from embstore.stores import Store, scan_handle
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of a table since it was made, and its sizes now."""
+    """Counters of a table since it was made, and its sizes now.
+
+    inserts counts the rows that took a slot, fetches those of them that came from the store below, and
+    write_backs the rows that went down to it.
+    """
 
     size: int
     capacity: int
@@ -52,6 +57,8 @@ class Stats:
     refusals: int
     log_dropped: int
     bytes: int
+    fetches: int
+    write_backs: int
 
 
 class RefusedKeysError(RuntimeError):
@@ -64,14 +71,21 @@ class Table:
     Takes a `TableOptions`, or a name and the fields of `TableOptions` as keywords. Keys are integers in
     numpy arrays, torch tensors or sequences; answers come in the kind (and on the device) of the keys.
     A table may be read by several threads while one writes.
+
+    Over a `store` (see embstore.stores) it is a write-back cache: max_capacity is then the budget of the
+    cache, and `len` counts the rows in memory.
     """
 
-    def __init__(self, options: TableOptions | str, /, **keywords: Any) -> None:
+    def __init__(
+        self, options: TableOptions | str, /, *, store: Store | None = None, **keywords: Any
+    ) -> None:
         if isinstance(options, str):
             options = TableOptions(name=options, **keywords)
         elif keywords:
             options = replace(options, **keywords)
         self.options = options
+        self.store = store
+        self._store_handle = None if store is None else store.handle()
         optimizer = options.optimizer
         self._learning_rate = float(optimizer.lr)
         # Updates so far: the t of Adam's bias correction is one more.
@@ -92,6 +106,7 @@ class Table:
             seed=options.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
+            store=self._store_handle,
         )
 
     # ---- what it is
@@ -273,13 +288,38 @@ class Table:
     ) -> Iterator[Rows]:
         """All rows whose score is at least min_score, in blocks. What is left out has no rows.
 
-        Raises RuntimeError when the table is grown or cleared in between.
+        Over a store, the rows in memory come first and then those that are only below.
+        Raises RuntimeError when the table is grown, cleared or written back in between.
         """
         cursor = _core.Cursor()
         while cursor.next >= 0:
             rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
             if len(rows) or cursor.next < 0:
                 yield rows
+        if self._store_handle is None:
+            return
+        for keys, raw, scores in scan_handle(self._store_handle, block_rows):
+            resident = np.empty(len(keys), np.uint8)
+            self._core.resident(address(keys), len(keys), address(resident))
+            wanted = (resident == 0) & (scores >= min_score)
+            if wanted.any():
+                values, states = self._unpack(raw[wanted])
+                yield Rows(
+                    keys[wanted],
+                    values if with_values else values[:0],
+                    states if with_states else states[:0],
+                    scores[wanted],
+                )
+
+    def _unpack(self, rows: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Values and states of rows as a store keeps them."""
+        at = rows.shape[1] - 4 * self.state_width
+        states = np.ascontiguousarray(rows[:, at:]).view(np.float32).reshape(len(rows), self.state_width)
+        raw = np.ascontiguousarray(rows[:, : self.dim * (4 if self.options.dtype == DType.FLOAT32 else 2)])
+        if self.options.dtype == DType.BFLOAT16:
+            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32), states
+        kind = np.float32 if self.options.dtype == DType.FLOAT32 else np.float16
+        return raw.view(kind).astype(np.float32), states
 
     def rows(self, *, min_score: int = 0) -> Rows:
         """`export` in one piece, sorted by key."""
@@ -292,8 +332,28 @@ class Table:
         return Rows(*self._core.drain_evictions())
 
     def close(self) -> None:
-        """Frees the memory now. Every other use but `stats` raises RuntimeError afterwards."""
+        """Frees the memory now, after changed rows went down to the store. Every other use but `stats` raises
+        RuntimeError afterwards."""
         self._core.close()
+
+    # ---- over a store
+
+    def prefetch(self, keys: object) -> _core.SlotList:
+        """Brings up the rows of those keys that are only below; they stay up while the result lives."""
+        k = as_keys(keys)
+        return self._core.prefetch(k.address, k.n)
+
+    def flush(self) -> None:
+        """Writes changed rows down to the store, and flushes it."""
+        self._core.flush()
+
+    def snapshot(self, name: str) -> None:
+        """Writes changed rows down and lets the store keep its contents under a name."""
+        self._core.snapshot(name)
+
+    def load_snapshot(self, name: str) -> None:
+        """Replaces everything with a snapshot of the store; changes nothing if it cannot be read."""
+        self._core.load_snapshot(name)
 
     # ---- copies
 
@@ -320,13 +380,21 @@ class Table:
         self.clear()
         if keys.n:
             self.reserve(min(keys.n, self.stats().max_capacity))
-            self.insert_or_assign(np.asarray(keys.array), values, states=states, scores=scores)
+        # A batch is pinned as a whole, so over a store it has to be small beside the cache.
+        rows = keys.n if self.store is None else max(1, self.stats().max_capacity // 4)
+        for at in range(0, keys.n, max(rows, 1)):
+            part = slice(at, at + rows)
+            self.insert_or_assign(
+                np.asarray(keys.array)[part], values[part], states=states[part], scores=scores[part]
+            )
         self.optimizer_step = int(state["optimizer_step"])
         self._learning_rate = float(state["learning_rate"])
         if state.get("score"):
             self.score = int(state["score"])
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.store is not None:
+            raise TypeError(f"table {self.name!r} should not be copied or pickled: its rows live in a store")
         return _rebuild, (self.options, self.state())
 
 
@@ -334,5 +402,3 @@ def _rebuild(options: TableOptions, state: dict[str, Any]) -> Table:
     table = Table(options)
     table.load_state(state)
     return table
-
-

@@ -8,8 +8,15 @@
 //
 // Invariants
 //  1. A row is initialised (or assigned) in the call that inserts its key.
-//  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth moves
+//  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth
+//  moves
 //     them, erasing turns them into kNoSlot.
+//  3. Over a store (store.h) the table is a write-back cache: a row that was updated or assigned
+//  since
+//     it came up is dirty, and goes down before its slot is reused; a clean one is dropped. A
+//     missing key is looked for below before it is initialised. max_capacity is then a budget: a
+//     batch whose pinned rows do not fit makes the table grow beyond it instead of being refused
+//     keys.
 #pragma once
 
 #include <atomic>
@@ -27,6 +34,7 @@
 #include "embstore/memory.h"
 #include "embstore/optimizer.h"
 #include "embstore/rw_lock.h"
+#include "embstore/store.h"
 #include "embstore/types.h"
 
 namespace embstore {
@@ -44,13 +52,18 @@ struct TableOptions {
   uint64_t seed = 0;
   EvictionLog eviction_log = EvictionLog::kOff;
   int64_t eviction_log_capacity = 1 << 20;  // the oldest entries give way, and are counted
+  std::shared_ptr<Store> store;             // the tier below, or null
 };
+
+// Bytes of a row as a store keeps it.
+int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer);
 
 struct TableStats {
   int64_t size = 0, capacity = 0, max_capacity = 0;
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
-  int64_t log_dropped = 0;  // evictions that the log had no room for
-  int64_t bytes = 0;        // mapped for index and rows
+  int64_t log_dropped = 0;               // evictions that the log had no room for
+  int64_t bytes = 0;                     // mapped for index and rows
+  int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
 };
 
 // Rows in plain arrays. values is (n, dim), states (n, state width), both float32.
@@ -61,6 +74,7 @@ struct RowBlock {
   std::vector<uint64_t> scores;
 };
 
+class FetchedRows;
 class Table;
 
 // The slots of a batch, kept for its backward pass. While it lives its rows are pinned.
@@ -85,39 +99,44 @@ class Table : public std::enable_shared_from_this<Table> {
  public:
   // Throws InvalidArgument naming the field, or OutOfMemory.
   static std::shared_ptr<Table> Create(const TableOptions& options);
+  ~Table();
 
   const TableOptions& options() const { return options_; }
   int64_t dim() const { return options_.dim; }
   int64_t state_width() const { return state_width_; }
   int64_t row_bytes() const { return row_stride_; }
+  int64_t stored_row_bytes() const { return state_offset_ + 4 * state_width_; }
   const Initializer& initializer() const { return initializer_; }
+  const Store* store() const { return options_.store.get(); }
 
   TableStats stats() const;
   int64_t size() const;
   int64_t capacity() const;
 
   // The score that the next training batch will get (0 for kLfu, and for kCustomized before any
-  // was set). Never larger than a later score, always larger than an earlier one (kTimestamp, kStep).
+  // was set). Never larger than a later score, always larger than an earlier one (kTimestamp,
+  // kStep).
   uint64_t current_score();
   void set_custom_score(uint64_t score);  // kCustomized only, not 0
   void set_step(uint64_t step);           // kStep only: after a load
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;
+  void Resident(std::span<const int64_t> keys, uint8_t* found) const;  // without the store
   // Rows of the keys; where a key is missing the row is zeros and found[i] == 0.
   // values (n, dim), states (n, state width) and scores (n) may be null.
   void Read(std::span<const int64_t> keys, float* values, float* states, uint64_t* scores,
             uint8_t* found) const;
   // Writes rows, inserting missing keys (evicting if need be). Of duplicates the last one counts.
-  // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch score.
-  // Returns how many distinct keys were refused.
+  // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch
+  // score. Returns how many distinct keys were refused.
   int64_t Assign(std::span<const int64_t> keys, const float* values, const float* states,
                  const uint64_t* scores);
   int64_t Erase(std::span<const int64_t> keys);  // returns how many were there
   void Clear();
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
-  // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and is
-  // -1 after the last. Throws InvalidState when the table was grown or cleared in between.
+  // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and
+  // is -1 after the last. Throws InvalidState when the table was grown or cleared in between.
   struct Cursor {
     int64_t next = 0;
     uint64_t layout = 0;
@@ -129,7 +148,20 @@ class Table : public std::enable_shared_from_this<Table> {
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
 
-  // Frees the memory; afterwards every method but stats() throws InvalidState.
+  // ---- over a store; without one these throw InvalidState ----
+
+  // Brings the rows of those keys up that are only below. They stay pinned while the list lives.
+  std::unique_ptr<SlotList> Prefetch(std::span<const int64_t> keys);
+  // Writes every dirty row down and flushes the store.
+  void Flush();
+  // Flush, then a snapshot of the store; no training step comes between.
+  void Snapshot(const std::string& name);
+  // Replaces the contents of table and store. Throws and leaves both as they were when the snapshot
+  // cannot be read.
+  void LoadSnapshot(const std::string& name);
+
+  // Writes dirty rows down, then frees the memory; afterwards every method but stats() throws
+  // InvalidState. Where the store fails nothing is freed.
   void Close();
 
   // ---- for the batch operations; the caller holds lock() ----
@@ -148,8 +180,17 @@ class Table : public std::enable_shared_from_this<Table> {
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets slots[i].
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
+  // Over a store their rows are fetched first. If the store throws, no key of the call that has not
+  // its row yet stays inserted, and no victim is lost.
   int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
                         uint64_t score);
+  // Rows of the missing keys that the store has (none without a store).
+  FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
+  // Finds the keys and brings up what is only below; the rest is kNoSlot. `slots` as above.
+  void BringUp(std::span<const int64_t> keys, Slot* slots);
+  // To be called for rows that were changed; threads may mark different slots together.
+  bool tracks_dirty() const { return options_.store != nullptr; }
+  void MarkDirty(Slot slot) { dirty_[static_cast<size_t>(slot)] = 1; }
   // Without a score of its own for a new key: new rows of kLfu begin at one occurrence.
   bool counts_occurrences() const { return options_.score_strategy == ScoreStrategy::kLfu; }
 
@@ -167,6 +208,18 @@ class Table : public std::enable_shared_from_this<Table> {
   void GrowFor(const int64_t* keys, std::span<const uint32_t> missing);
   InsertPass Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
                     uint64_t score, bool evict);
+  int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                        uint64_t score, const FetchedRows& below);
+  void FillRow(Slot slot, int64_t key, const FetchedRows& below);
+  void Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+            std::span<const uint32_t> inserted, std::span<const Evicted> evicted);
+  bool MayExceedBudget() const;
+  void WriteBack(std::span<const Evicted> rows);
+  void WriteBackDirty();
+  void ForgetRows();
+  void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
+  int64_t CountOnlyBelow(std::span<const int64_t> keys) const;
+  Store& RequireStore() const;
   void StampPinned();
   void LogEvictions(std::span<const Evicted> evicted);
   void InitRow(Slot slot, int64_t key);
@@ -187,13 +240,14 @@ class Table : public std::enable_shared_from_this<Table> {
   TableStats stats_;
   RowBlock log_;
 
-  // Registered lists. A mutex of its own, never held while anything else is waited for: a list may be
-  // dropped by a thread that must not wait for the table.
+  // Registered lists. A mutex of its own, never held while anything else is waited for: a list may
+  // be dropped by a thread that must not wait for the table.
   std::mutex lists_mutex_;
   std::vector<SlotList*> lists_;
   // stamps_[slot] == stamp_ marks a slot as pinned for the running call.
   std::vector<uint8_t> stamps_;
   uint8_t stamp_ = 0;
+  std::vector<uint8_t> dirty_;  // one for each slot; empty without a store
 };
 
 }  // namespace embstore

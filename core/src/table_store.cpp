@@ -1,0 +1,160 @@
+// A table as a write-back cache of the store below it.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "embstore/parallel.h"
+#include "embstore/table.h"
+#include "fetched_rows.h"
+
+namespace embstore {
+namespace {
+
+// Rows that go down in one Put: enough to fill the queue of a disk, little enough to copy.
+constexpr size_t kRowsPerPut = 16384;
+
+}  // namespace
+
+Store& Table::RequireStore() const {
+  if (!options_.store) throw InvalidState("table '" + options_.name + "' has no store below it");
+  return *options_.store;
+}
+
+bool Table::MayExceedBudget() const {
+  return options_.store && options_.score_strategy != ScoreStrategy::kNoEviction;
+}
+
+FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing) const {
+  if (!options_.store || missing.empty()) return {};
+  // Every other strategy sets the score of a key that comes up.
+  return FetchedRows(*options_.store, keys, missing, /*with_scores=*/counts_occurrences());
+}
+
+void Table::FillRow(Slot slot, int64_t key, const FetchedRows& below) {
+  const FetchedRows::Row fetched = below.Find(key);
+  if (tracks_dirty()) dirty_[static_cast<size_t>(slot)] = 0;
+  if (!fetched.data) {
+    InitRow(slot, key);
+    return;
+  }
+  std::memcpy(row(slot), fetched.data, static_cast<size_t>(stored_row_bytes()));
+  if (fetched.score) index_->set_score(slot, index_->entry(slot).score + fetched.score);
+  std::atomic_ref<int64_t>(stats_.fetches).fetch_add(1, std::memory_order_relaxed);
+}
+
+void Table::WriteBack(std::span<const Evicted> rows) {
+  if (!options_.store) return;
+  const auto bytes = static_cast<size_t>(stored_row_bytes());
+  std::vector<const Evicted*> dirty;
+  for (const Evicted& gone : rows) {
+    if (dirty_[static_cast<size_t>(gone.slot)]) dirty.push_back(&gone);
+  }
+  if (!rows.empty()) ++layout_;  // an export would meet them twice, or not at all
+  std::vector<int64_t> keys;
+  std::vector<uint64_t> scores;
+  const PooledBuffer buffer(std::min(dirty.size(), kRowsPerPut) * bytes);
+  for (size_t begin = 0; begin < dirty.size(); begin += kRowsPerPut) {
+    const size_t n = std::min(kRowsPerPut, dirty.size() - begin);
+    keys.resize(n);
+    scores.resize(n);
+    for (size_t j = 0; j < n; ++j) {
+      const Evicted& gone = *dirty[begin + j];
+      keys[j] = gone.key;
+      scores[j] = gone.score;
+      std::memcpy(buffer.as<std::byte>() + j * bytes, row(gone.slot), bytes);
+    }
+    options_.store->Put(keys, buffer.as<std::byte>(), scores.data());
+    for (size_t j = 0; j < n; ++j) dirty_[static_cast<size_t>(dirty[begin + j]->slot)] = 0;
+    stats_.write_backs += static_cast<int64_t>(n);
+  }
+}
+
+// The rows of victims and of free slots have not been touched, so the index alone has to go back.
+void Table::Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                 std::span<const uint32_t> inserted, std::span<const Evicted> evicted) {
+  for (const Evicted& gone : evicted) index_->Replace(gone.slot, gone.key, gone.score);
+  int64_t erased = 0;
+  for (uint32_t i : inserted) {
+    const Slot slot = index_->Find(keys[i]);
+    if (slot == kNoSlot) continue;  // it had the place of a victim
+    index_->Erase(slot);
+    ++erased;
+  }
+  index_->AddSize(-erased);
+  for (uint32_t i : missing) slots[i] = index_->Find(keys[i]);
+}
+
+void Table::BringUp(std::span<const int64_t> keys, Slot* slots) {
+  const auto n = static_cast<int64_t>(keys.size());
+  std::vector<uint32_t> missing;
+  for (int64_t i = 0; i < n; i += kProbeBlock) {
+    const int64_t m = std::min(kProbeBlock, n - i);
+    ActiveKernels().find(index(), keys.data() + i, m, slots + i, ScoreUpdate::kKeep, 0, nullptr);
+    for (int64_t j = i; j < i + m; ++j) {
+      if (slots[j] == kNoSlot) missing.push_back(static_cast<uint32_t>(j));
+    }
+  }
+  if (!options_.store || missing.empty()) return;
+  const FetchedRows below = Fetch(keys.data(), missing);
+  std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
+  // The lowest score: a row that is brought up and then not used goes first.
+  if (!missing.empty()) InsertMissing(keys.data(), slots, missing, 1, below);
+  if (!counts_occurrences()) return;
+  for (uint32_t i : missing) {  // coming up is no occurrence
+    if (slots[i] != kNoSlot)
+      index_->set_score(slots[i], std::max<uint64_t>(below.Find(keys[i]).score, 1));
+  }
+}
+
+std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
+  RequireStore();
+  auto list = std::make_unique<SlotList>(shared_from_this(), static_cast<int64_t>(keys.size()));
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  BringUp(keys, list->data());
+  return list;
+}
+
+void Table::WriteBackDirty() {
+  std::vector<Evicted> rows;
+  const auto write = [&] {
+    WriteBack(rows);
+    rows.clear();
+  };
+  for (Slot slot = 0; slot < static_cast<Slot>(index_->capacity()); ++slot) {
+    if (!dirty_[static_cast<size_t>(slot)] || !index_->IsUsed(slot)) continue;
+    rows.push_back({index_->entry(slot).key, index_->entry(slot).score, slot});
+    if (rows.size() == kRowsPerPut) write();
+  }
+  write();
+}
+
+void Table::Flush() {
+  Store& store = RequireStore();
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  WriteBackDirty();
+  store.Flush();
+}
+
+void Table::Snapshot(const std::string& name) {
+  Store& store = RequireStore();
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  WriteBackDirty();
+  store.Snapshot(name);
+}
+
+void Table::LoadSnapshot(const std::string& name) {
+  Store& store = RequireStore();
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  store.LoadSnapshot(name);
+  ForgetRows();
+}
+
+}  // namespace embstore
