@@ -172,7 +172,7 @@ class RedisStore(Store):
     def _check_sizes(self, names: list[str], values: list[bytes | None]) -> None:
         for k, size in enumerate(self._sizes):
             column = values[k :: len(self._sizes)]
-            if set(map(len, filter(None.__ne__, column))) - {size}:
+            if {len(v) for v in column if v is not None} - {size}:
                 wrong = next(i for i, v in enumerate(column) if v is not None and len(v) != size)
                 name = names[wrong * len(self._sizes) + k]
                 raise RuntimeError(
