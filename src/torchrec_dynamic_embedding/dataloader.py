@@ -140,8 +140,13 @@ class DataLoaderIter:
         self._flight = group.windows.in_flight
         self._handed_out: list[int] = []
         self._ended = False
+        if group.windows.peers.world > 1 and group.pipeline is not None and group.pipeline.is_running():
+            raise RuntimeError(
+                "on several ranks one iterator with num_prefetch should be at its end, or closed, "
+                "before another begins"
+            )
         source = _Source(group, dataloader, data_info)
-        pipeline = Pipeline(source.prepare, num_prefetch, self._flight.remove) if num_prefetch else None
+        group.pipeline = pipeline = Pipeline(source.prepare, num_prefetch, self._flight.remove) if num_prefetch else None
         self._prepare: Callable[[], Ready] = pipeline.next if pipeline else lambda: source.prepare(lambda: False)
         # Runs when the iterator is closed, collected, or still there as the interpreter ends.
         self._close = weakref.finalize(self, _end, pipeline, self._flight, self._handed_out)

@@ -11,6 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from .distributed import Peers
 from .id_transformer_collection import IDTransformerCollection
+from .prefetch import Pipeline
 from .ps import FetchHandle, PSCollection, Url
 from .windows import Ids, Windows
 
@@ -63,6 +64,7 @@ class IDTransformerGroup:
         peers.agree(error)
         tables = [window for collection in self.collections.values() for window in collection.windows]
         self.windows = Windows(tables, peers, parallel)
+        self.pipeline: Pipeline | None = None  # the last one that was started
 
     def __contains__(self, path: str) -> bool:
         return path in self.collections

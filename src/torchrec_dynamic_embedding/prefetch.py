@@ -64,6 +64,9 @@ class Pipeline:
     def stopped(self) -> bool:
         return self._stopping
 
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self, wait_seconds: float = STOP_SECONDS) -> None:
         """Ends the thread, and drops the batches that nobody took."""
         with self._changed:

@@ -98,22 +98,35 @@ class Windows:
         A rank without a batch says why with `kind`; None is returned when all ranks are at their end.
         `owner` tells the batches of one iterator from those of another; `stopped`, whether it was closed.
         """
-        with self._turn:
-            arrays = [np.empty(0, np.int64)] * len(self.tables) if ids is None else ids
-            headers = self.peers.headers([kind, self._frontier(), *(len(array) for array in arrays)])
-            self._check_kinds(headers[:, 0], error)
-            if (headers[:, 0] == END).all():
-                return None
-            everybody = self._gather(arrays, headers[:, 2:])
-            time, frontier = self.time, int(headers[:, 1].min())
-            self.time += 1
-            with self._lock:
-                slots = [window.map.find(keys, time) for window, keys in zip(self.tables, everybody)]
-            self._make_room(time, frontier, owner, stopped)
-            self._admit()
-            self.in_flight.add(time, owner)
-            begins = headers[: self.peers.rank, 2:].sum(axis=0)
-            return time, [s[b : b + len(a)] for s, b, a in zip(slots, begins, arrays)]
+        arrays = [np.empty(0, np.int64)] * len(self.tables) if ids is None else ids
+        waited_for = -1
+        while True:
+            with self._turn:
+                headers = self.peers.headers([kind, self._frontier(), *(len(array) for array in arrays)])
+                self._check_kinds(headers[:, 0], error)
+                if (headers[:, 0] == END).all():
+                    return None
+                time, frontier = self.time, int(headers[:, 1].min())
+                self.time += 1
+                everybody = self._gather(arrays, headers[:, 2:])
+                with self._lock:
+                    slots = [window.map.find(keys, time) for window, keys in zip(self.tables, everybody)]
+                short = self._make_room(frontier)
+                if short is None:
+                    self._admit()
+                    self.in_flight.add(time, owner)
+                    begins = headers[: self.peers.rank, 2:].sum(axis=0)
+                    return time, [s[b : b + len(a)] for s, b, a in zip(slots, begins, arrays)]
+                # What follows depends on the maps and on `frontier` alone, so all ranks do the same.
+                if frontier in (time, waited_for):
+                    raise RuntimeError(
+                        f"num_embeddings of table {short.name} should hold the different ids of one batch "
+                        f"of all ranks{' and of batches in flight' * (frontier < time)} "
+                        f"but is: {short.map.slots}"
+                    )
+            waited_for = frontier
+            self._wait_for_training(frontier, owner, stopped)
+            kind = STOPPED if stopped() else kind
 
     def save(self, peers: Peers) -> None:
         """Pushes every row that was used since the last save. `peers` is a group for saves alone: the batches
@@ -154,41 +167,33 @@ class Windows:
         split = [np.split(part, np.cumsum(size)[:-1]) for part, size in zip(parts, sizes)]
         return [np.concatenate([part[t] for part in split]) for t in range(len(self.tables))]
 
-    def _make_room(self, time: int, frontier: int, owner: object, stopped: Callable[[], bool]) -> None:
-        while True:
-            needs = [w.map.missing - w.map.free_slots for w in self.tables]
-            if max(needs, default=0) <= 0:
-                return
-            victims = [
-                w.map.victims(need, frontier if w.ps else 0) if need > 0 else np.empty((0, 2), np.int64)
-                for w, need in zip(self.tables, needs)
-            ]
-            short = [w for w, need, pairs in zip(self.tables, needs, victims) if len(pairs) < need]
-            if short:
-                # What follows depends on the maps and on `frontier` alone, so all ranks do the same.
-                later = self._wait_for_training(frontier, owner, stopped) if frontier < time else frontier
-                if later == frontier:
-                    raise RuntimeError(
-                        f"num_embeddings of table {short[0].name} should hold the different ids of one batch "
-                        f"of all ranks{' and of batches in flight' * (frontier < time)} "
-                        f"but is: {short[0].map.slots}"
-                    )
-                frontier = later
-                continue
-            error: BaseException | None = None
-            try:
-                with self._lock:
-                    self._each(lambda window, pairs: window.ps and window.ps.push(pairs), victims)
-            except Exception as failure:
-                error = failure
-            self.peers.agree(error)
+    def _make_room(self, frontier: int) -> Window | None:
+        """Pushes and drops what is needed for the missing ids. Returns a table that cannot hold them yet."""
+        needs = [window.map.missing - window.map.free_slots for window in self.tables]
+        if max(needs, default=0) <= 0:
+            return None
+        victims = [
+            window.map.victims(need, frontier if window.ps else 0) if need > 0 else np.empty((0, 2), np.int64)
+            for window, need in zip(self.tables, needs)
+        ]
+        for window, need, pairs in zip(self.tables, needs, victims):
+            if len(pairs) < need:
+                return window
+        error: BaseException | None = None
+        try:
             with self._lock:
-                for window, pairs in zip(self.tables, victims):
-                    if len(pairs):
-                        window.map.drop()
+                self._each(lambda window, pairs: window.ps and window.ps.push(pairs), victims)
+        except Exception as failure:
+            error = failure
+        self.peers.agree(error)
+        with self._lock:
+            for window, pairs in zip(self.tables, victims):
+                if len(pairs):
+                    window.map.drop()
+        return None
 
-    def _wait_for_training(self, frontier: int, owner: object, stopped: Callable[[], bool]) -> int:
-        """Waits until no rank has batches in flight as old as `frontier`; returns the oldest that is left.
+    def _wait_for_training(self, frontier: int, owner: object, stopped: Callable[[], bool]) -> None:
+        """Waits until this rank has no batch in flight as old as `frontier`.
 
         Only batches of the same iterator are waited for: it is being asked for more, so they will be trained,
         while another iterator may be resting until this one has delivered.
@@ -201,9 +206,6 @@ class Windows:
 
         with flight.changed:
             flight.changed.wait_for(over)
-        headers = self.peers.headers([STOPPED if stopped() else BATCH, flight.oldest(self.time - 1)])
-        self._check_kinds(headers[:, 0], None)
-        return max(frontier, int(headers[:, 1].min()))
 
     def _admit(self) -> None:
         error: BaseException | None = None
