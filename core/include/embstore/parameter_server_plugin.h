@@ -3,8 +3,8 @@
  * A plug-in is a shared library that exports one variable and four functions. The host loads it with
  * torch.ops.tde.register_io(path) and then opens URLs "<IO_type>://<cfg>" with it.
  *
- *     c++ -std=c++17 -O2 -shared -fPIC -I "$(python -c 'import embstore; print(embstore.include_dir())')"
- *         my_plugin.cpp -o my_plugin.so
+ *     include=$(python -c 'import embstore.plugin_store as p; print(p.include_dir())')
+ *     c++ -std=c++17 -O2 -shared -fPIC -I "$include" my_plugin.cpp -o my_plugin.so
  *
  * Words: an id has `num_cols_` columns (parts of its vector, counted as 1 when the field is 0), and every
  * column has `num_optimizer_stats_` tensors: number 0 is the weight, 1 and above are optimizer states.
