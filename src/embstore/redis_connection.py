@@ -128,7 +128,7 @@ class RedisServer:
             raise PermissionError(f"{where}: {error}") from None
         except again as error:
             raise TemporaryError(str(error), isinstance(error, errors.TimeoutError)) from None
-        except errors.MovedError:
+        except (errors.MovedError, errors.ClusterCrossSlotError):
             raise RuntimeError(f"{where}: the server is a node of a cluster; add cluster=1 to its URL") from None
         except errors.OutOfMemoryError as error:
             raise RuntimeError(f"{where} is full: {error}") from None
