@@ -71,9 +71,8 @@ void BindSlotMap(nb::module_& m) {
       .def("drop", &SlotMap::Drop, nb::call_guard<nb::gil_scoped_release>())
       .def("admit", [](SlotMap& map) { return Unlocked([&] { return map.Admit(); }); })
       .def(
-          "forget",
-          [](SlotMap& map, uintptr_t keys, int64_t n) { map.Forget(Keys(keys, n)); }, "keys"_a,
-          "n"_a, nb::call_guard<nb::gil_scoped_release>())
+          "forget", [](SlotMap& map, uintptr_t keys, int64_t n) { map.Forget(Keys(keys, n)); },
+          "keys"_a, "n"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "worst",
           [](SlotMap& map, int64_t count) { return Unlocked([&] { return map.Worst(count); }); },

@@ -52,7 +52,9 @@ class RedisServer:
                 return self
             if time.monotonic() > deadline or self.process.poll() is not None:
                 self.stop()
-                raise RuntimeError(f"redis-server did not start: {(self.directory / 'log').read_text()[-800:]}")
+                raise RuntimeError(
+                    f"redis-server did not start: {(self.directory / 'log').read_text()[-800:]}"
+                )
             time.sleep(0.02)
 
     def signal(self, number):

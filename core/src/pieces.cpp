@@ -23,7 +23,8 @@ void ForPieces(std::span<const Piece> pieces, std::span<const int64_t> slots, By
     for (const Piece& piece : pieces) {
       for (int64_t i = task * kRowsPerTask; i < end; ++i) {
         if (i + kAhead < end) {
-          const std::byte* next = piece.base + slots[static_cast<size_t>(i + kAhead)] * piece.stride_bytes;
+          const std::byte* next =
+              piece.base + slots[static_cast<size_t>(i + kAhead)] * piece.stride_bytes;
           for (int64_t byte = 0; byte < piece.bytes; byte += 64) {
             writes ? __builtin_prefetch(next + byte, 1) : __builtin_prefetch(next + byte);
           }

@@ -37,7 +37,8 @@ std::map<std::string, PluginLibrary>& Libraries() {
 }
 
 template <typename Function>
-Function* Symbol(void* handle, const std::string& path, const char* name, const char* other = nullptr) {
+Function* Symbol(void* handle, const std::string& path, const char* name,
+                 const char* other = nullptr) {
   void* symbol = dlsym(handle, name);
   if (symbol == nullptr && other != nullptr) symbol = dlsym(handle, other);
   if (symbol == nullptr) {
@@ -86,8 +87,8 @@ void OnFetched(void* context, uint32_t offset, uint32_t tensor, void* data, uint
   if (bytes != call.tensor_bytes[tensor]) {
     return call.Fail("tensor " + std::to_string(tensor) + " of id " +
                      std::to_string(call.ids[offset]) + " should have " +
-                     std::to_string(call.tensor_bytes[tensor]) + " bytes but has: " +
-                     std::to_string(bytes));
+                     std::to_string(call.tensor_bytes[tensor]) +
+                     " bytes but has: " + std::to_string(bytes));
   }
   std::memcpy(call.rows.data() + offset * call.row_bytes + call.tensor_begins[tensor], data, bytes);
   call.seen[offset * call.tensor_bytes.size() + tensor] = 1;
@@ -133,11 +134,13 @@ LoadedPlugin LoadPlugin(const std::string& path) {
     throw InvalidArgument("the plug-in cannot be loaded: " + std::string(reason ? reason : path));
   }
   const char* type = *Symbol<const char*>(handle, path, "IO_type");
-  CheckArgument(type != nullptr && *type != '\0', "IO_type of the plug-in " + path, "a name", "empty");
-  const PluginLibrary library{path, Symbol<void*(const char*)>(handle, path, "IO_Initialize"),
-                              Symbol<void(void*)>(handle, path, "IO_Finalize"),
-                              Symbol<void(void*, IOPullParameter)>(handle, path, "IO_Pull", "IO_Fetch"),
-                              Symbol<void(void*, IOPushParameter)>(handle, path, "IO_Push")};
+  CheckArgument(type != nullptr && *type != '\0', "IO_type of the plug-in " + path, "a name",
+                "empty");
+  const PluginLibrary library{
+      path, Symbol<void*(const char*)>(handle, path, "IO_Initialize"),
+      Symbol<void(void*)>(handle, path, "IO_Finalize"),
+      Symbol<void(void*, IOPullParameter)>(handle, path, "IO_Pull", "IO_Fetch"),
+      Symbol<void(void*, IOPushParameter)>(handle, path, "IO_Push")};
   const std::lock_guard lock(libraries_mutex);
   const bool is_new = Libraries().emplace(type, library).second;
   if (is_new) {
@@ -192,10 +195,9 @@ void PluginInstance::Pull(std::span<const int64_t> ids, std::byte* rows, uint8_t
   call->rows.resize(ids.size() * static_cast<size_t>(row_bytes_));
   call->seen.resize(ids.size() * tensor_bytes_.size());
   Run(call, timeout_seconds, "pull of " + table_, [&](void* context) {
-    library_->pull(instance_,
-                   {table_.c_str(), 1, static_cast<uint32_t>(ids.size()), &column_,
-                    call->ids.data(), static_cast<uint32_t>(tensor_bytes_.size()), context,
-                    &OnFetched, &OnComplete});
+    library_->pull(instance_, {table_.c_str(), 1, static_cast<uint32_t>(ids.size()), &column_,
+                               call->ids.data(), static_cast<uint32_t>(tensor_bytes_.size()),
+                               context, &OnFetched, &OnComplete});
   });
   std::memcpy(rows, call->rows.data(), call->rows.size());
   const size_t tensors = tensor_bytes_.size();
@@ -223,11 +225,10 @@ void PluginInstance::Push(std::span<const int64_t> ids, const std::byte* rows,
     }
   }
   Run(call, timeout_seconds, "push of " + table_, [&](void* context) {
-    library_->push(instance_,
-                   {table_.c_str(), 1, static_cast<uint32_t>(ids.size()), &column_,
-                    call->ids.data(), static_cast<uint32_t>(tensor_bytes_.size()),
-                    call->tensor_ids.data(), static_cast<uint32_t>(call->offsets.size()),
-                    call->offsets.data(), call->rows.data(), context, &OnComplete});
+    library_->push(instance_, {table_.c_str(), 1, static_cast<uint32_t>(ids.size()), &column_,
+                               call->ids.data(), static_cast<uint32_t>(tensor_bytes_.size()),
+                               call->tensor_ids.data(), static_cast<uint32_t>(call->offsets.size()),
+                               call->offsets.data(), call->rows.data(), context, &OnComplete});
   });
 }
 

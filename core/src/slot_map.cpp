@@ -124,7 +124,8 @@ void SlotMap::ResizeScratch(size_t occurrences) {
 void SlotMap::NoteMissing(int64_t key, uint32_t position) {
   if (2 * missing_.size() >= scratch_.size()) ResizeScratch(missing_.size());
   size_t at = HashKey(key) & (scratch_.size() - 1);
-  while (scratch_[at] != 0 && missing_[scratch_[at] - 1] != key) at = (at + 1) & (scratch_.size() - 1);
+  while (scratch_[at] != 0 && missing_[scratch_[at] - 1] != key)
+    at = (at + 1) & (scratch_.size() - 1);
   if (scratch_[at] == 0) {
     missing_.push_back(key);
     scratch_[at] = static_cast<uint32_t>(missing_.size());
@@ -166,8 +167,8 @@ std::span<const KeySlot> SlotMap::Admit() {
   victims_.clear();
   victims_at_.clear();
   admitted_.clear();
-  const auto count = static_cast<size_t>(
-      std::min(free_slots(), static_cast<int64_t>(missing_.size())));
+  const auto count =
+      static_cast<size_t>(std::min(free_slots(), static_cast<int64_t>(missing_.size())));
   admitted_.reserve(count);
   constexpr size_t kAhead = 8;
   for (size_t i = 0; i < count; ++i) {
@@ -267,7 +268,8 @@ std::vector<KeySlot> SlotMap::Worst(int64_t count) const {
   std::vector<KeySlot> worst;
   worst.reserve(static_cast<size_t>(kept));
   for (std::ptrdiff_t i = 0; i < kept; ++i) {
-    worst.push_back({records[static_cast<size_t>(i)].second, SlotOf(records[static_cast<size_t>(i)].first)});
+    worst.push_back(
+        {records[static_cast<size_t>(i)].second, SlotOf(records[static_cast<size_t>(i)].first)});
   }
   return worst;
 }

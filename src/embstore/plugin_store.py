@@ -1,7 +1,7 @@
 """Stores that a shared library brings: see embstore/parameter_server_plugin.h.
 
-    load_plugin("libmy_ps.so")          # IO_type "my-ps"
-    open_store("my-ps://host:99", table="emb.user", tensor_bytes=[256])
+load_plugin("libmy_ps.so")          # IO_type "my-ps"
+open_store("my-ps://host:99", table="emb.user", tensor_bytes=[256])
 """
 
 from __future__ import annotations

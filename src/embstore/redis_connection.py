@@ -18,6 +18,7 @@ ON_THE_WAY = 4  # commands that were sent and not yet answered
 
 Named = Iterable[tuple[int, list[str]]]  # (index of the first id, names of its chunk)
 Receive = Callable[[int, list[str], "list[bytes | None]"], None]
+Pack = Callable[[tuple[Any, ...]], bytes]
 
 
 class TemporaryError(Exception):
@@ -43,14 +44,15 @@ class RedisServer:
 
     def __init__(self, options: RedisUrl) -> None:
         try:
-            import hiredis  # noqa: F401 - redis-py uses it when it is there, and is slow without
+            import hiredis
             import redis
         except ImportError as error:
             raise ImportError("Redis stores need redis and hiredis: pip install 'embstore[redis]'") from error
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        self._redis = redis
+        self._redis: Any = redis
+        self._pack: Pack = hiredis.pack_command
         self._options = options
         self._common: dict[str, Any] = {
             "username": options.user,
@@ -77,12 +79,10 @@ class RedisServer:
         if self._client is not None:
             return self._client
         redis, options = self._redis, self._options
-        tls = {"ssl": True} if options.tls else {}
+        tls: dict[str, Any] = {"ssl": True} if options.tls else {}
         if options.cluster:
-            from redis.cluster import ClusterNode, RedisCluster
-
-            nodes = [ClusterNode(host, port) for host, port in options.hosts]
-            self._client = RedisCluster(startup_nodes=nodes, **self._common, **tls)
+            nodes = [redis.cluster.ClusterNode(host, port) for host, port in options.hosts]
+            self._client = redis.RedisCluster(startup_nodes=nodes, **self._common, **tls)
         elif options.sentinel is not None:
             sentinels = redis.Sentinel(options.hosts, sentinel_kwargs=self._sentinel_options())
             self._client = sentinels.master_for(options.sentinel, db=options.db, **self._common, **tls)
@@ -107,7 +107,7 @@ class RedisServer:
             pool = client.connection_pool
             connection = pool.get_connection()
             try:
-                yield _PlainConnection(connection)
+                yield _PlainConnection(connection, self._pack)
             except BaseException:
                 connection.disconnect()  # an answer may still be on its way
                 raise
@@ -129,27 +129,30 @@ class RedisServer:
         except again as error:
             raise TemporaryError(str(error), isinstance(error, errors.TimeoutError)) from None
         except (errors.MovedError, errors.ClusterCrossSlotError):
-            raise RuntimeError(f"{where}: the server is a node of a cluster; add cluster=1 to its URL") from None
+            raise RuntimeError(
+                f"{where}: the server is a node of a cluster; add cluster=1 to its URL"
+            ) from None
         except errors.OutOfMemoryError as error:
             raise RuntimeError(f"{where} is full: {error}") from None
         except errors.RedisError as error:
             raise RuntimeError(f"{where}: {error}") from None
         except OSError as error:  # of a file of certificates, or of a socket that redis-py did not expect
-            raise TemporaryError(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)) from None
+            raise TemporaryError(
+                f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)
+            ) from None
 
 
 class _PlainConnection:
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, pack: Pack) -> None:
         self._connection = connection
+        self._pack = pack
 
     def call(self, *command: str | bytes | int) -> Any:
         self._send(command)
         return self._connection.read_response()
 
     def _send(self, command: tuple[str | bytes | int, ...]) -> None:
-        import hiredis
-
-        self._connection.send_packed_command([hiredis.pack_command(command)])
+        self._connection.send_packed_command([self._pack(command)])
 
     def _stream(self, commands: Iterable[tuple[Any, tuple[Any, ...]]]) -> Iterator[tuple[Any, Any]]:
         """(tag, command) in, (tag, answer) out, in the same order."""
@@ -164,7 +167,7 @@ class _PlainConnection:
 
     def get_many(self, chunks: Named, receive: Receive) -> None:
         absent: list[list[str]] = []
-        for (first, names), values in self._stream(((c, ("MGET", *c[1])) for c in chunks)):
+        for (first, names), values in self._stream((c, ("MGET", *c[1])) for c in chunks):
             receive(first, names, values)
             if None in values:
                 absent.append([name for name, value in zip(names, values) if value is None])

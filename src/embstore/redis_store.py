@@ -1,14 +1,14 @@
 """Rows in Redis, standalone, behind Sentinels or in a Cluster.
 
-    compatible    {prefix}_table_{table}_gid_{id}_cid_{column}_osid_{tensor}    the bytes of one tensor
-    packed        {prefix}_table_{table}_gid_{id}_cid_{column}                  the row, then its score (uint64)
+    compatible  {prefix}_table_{table}_gid_{id}_cid_{column}_osid_{tensor}    the bytes of one tensor
+    packed      {prefix}_table_{table}_gid_{id}_cid_{column}                  the row, then its score (uint64)
 
 All numbers are little-endian. The compatible layout is that of TorchRec's contrib/dynamic_embedding; it keeps
 no scores, and an id is found when all of its tensors are.
 
-Commands carry `chunk_size` keys, and the next one is on its way before the last was answered. A lost connection
-is opened again and the chunks that had no answer are sent again, which is safe: all they do is read, or write
-the same values.
+Commands carry `chunk_size` keys, and the next one is on its way before the last was answered. A lost
+connection is opened again and the batch is sent again, which is safe: all it does is read, or write the same
+values.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class RedisStore(Store):
         self._options = options
         self._server = RedisServer(options)
         self._chunk_ids = max(1, options.chunk_size // len(self._tails))
-        self._pool = ThreadPoolExecutor(options.num_threads, "embstore-redis") if options.num_threads > 1 else None
+        self._pool = (
+            ThreadPoolExecutor(options.num_threads, "embstore-redis") if options.num_threads > 1 else None
+        )
         self._retry(lambda c: c.call("PING"), opening=True)
 
     def __repr__(self) -> str:
@@ -91,7 +93,9 @@ class RedisStore(Store):
 
     def put(self, keys: KeyArray, rows: RowArray, scores: ScoreArray) -> None:
         if self._packed:
-            rows = np.concatenate([rows, np.ascontiguousarray(scores, np.uint64).view(np.uint8).reshape(-1, 8)], axis=1)
+            rows = np.concatenate(
+                [rows, np.ascontiguousarray(scores, np.uint64).view(np.uint8).reshape(-1, 8)], axis=1
+            )
 
         def named(ranges: Sequence[range]) -> Iterator[tuple[list[str], list[bytes]]]:
             for (_, names), chunk in zip(self._named(keys, ranges), ranges):
@@ -103,14 +107,20 @@ class RedisStore(Store):
         return self.get(keys)[2]
 
     def erase(self, keys: KeyArray) -> None:
-        self._in_chunks(len(keys), lambda c, ranges: c.delete_many(names for _, names in self._named(keys, ranges)))
+        self._in_chunks(
+            len(keys), lambda c, ranges: c.delete_many(names for _, names in self._named(keys, ranges))
+        )
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
         pattern = _glob_escape(self._head) + "*" + _glob_escape(self._tails[0])
         head, tail = self._head.encode(), self._tails[0].encode()
         seen: set[int] = set()  # SCAN may show a key twice
         for names in self._retry(lambda c: c.scan_keys(pattern, SCAN_ROWS)):
-            ids = {int(n[len(head) : len(n) - len(tail)]) for n in names if _is_id(n[len(head) : len(n) - len(tail)])}
+            ids = {
+                int(n[len(head) : len(n) - len(tail)])
+                for n in names
+                if _is_id(n[len(head) : len(n) - len(tail)])
+            }
             keys = np.array(sorted(ids - seen), np.int64)
             seen |= ids
             rows, scores, found = self.get(keys)
@@ -143,7 +153,9 @@ class RedisStore(Store):
             self._retry(lambda c: work(c, chunks))
             return
         lanes = [chunks[lane :: self._options.num_threads] for lane in range(self._options.num_threads)]
-        futures = [self._pool.submit(self._retry, lambda c, lane=lane: work(c, lane)) for lane in lanes if lane]
+        futures = [
+            self._pool.submit(self._retry, lambda c, lane=lane: work(c, lane)) for lane in lanes if lane
+        ]
         errors = [future.exception() for future in futures]
         for error in errors:
             if error is not None:
@@ -175,8 +187,9 @@ class RedisStore(Store):
             if {len(v) for v in column if v is not None} - {size}:
                 wrong = next(i for i, v in enumerate(column) if v is not None and len(v) != size)
                 name = names[wrong * len(self._sizes) + k]
+                length = len(column[wrong] or b"")
                 raise RuntimeError(
-                    f"{self._options.where}: {name} should have {size} bytes but has: {len(column[wrong] or b'')}"
+                    f"{self._options.where}: {name} should have {size} bytes but has: {length}"
                 )
 
 

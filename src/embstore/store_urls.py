@@ -1,9 +1,9 @@
 """Stores by URL.
 
-    memory://NAME              one set of tables for each name, in this process
-    ssd:///path                files below a directory
-    redis://host:6379/?…       see embstore.redis_store
-    TYPE://…                   what a plug-in of that type makes of it
+memory://NAME              one set of tables for each name, in this process
+ssd:///path                files below a directory
+redis://host:6379/?…       see embstore.redis_store
+TYPE://…                   what a plug-in of that type makes of it
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def open_store(
         store = _memory.setdefault((rest, table, column), MemoryStore(sum(tensor_bytes)))
     if store.row_bytes != sum(tensor_bytes):
         raise ValueError(
-            f"rows of {table} at memory://{rest} have {store.row_bytes} bytes but should have: {sum(tensor_bytes)}"
+            f"rows of {table} at memory://{rest} should have {store.row_bytes} bytes, as they were stored, "
+            f"but have: {sum(tensor_bytes)}"
         )
     return store

@@ -1,9 +1,9 @@
 """`wrap` and `save`: a loader whose batches hold slots instead of ids.
 
-    loader = tde.wrap("redis://127.0.0.1:6379/?prefix=model", loader, model, {"emb": configs})
-    for label, kjt in loader:
-        ...                      # the rows of these ids are in the tables of the model
-    tde.save(model)
+loader = tde.wrap("redis://127.0.0.1:6379/?prefix=model", loader, model, {"emb": configs})
+for label, kjt in loader:
+    ...                      # the rows of these ids are in the tables of the model
+tde.save(model)
 """
 
 from __future__ import annotations
@@ -63,9 +63,13 @@ def wrap(
         raise ValueError("configs_dict should name at least one collection but is empty")
     for path in (data_info or {}).values():
         if path not in configs_dict:
-            raise ValueError(f"data_info should have paths of configs_dict ({list(configs_dict)}) but has: {path!r}")
+            raise ValueError(
+                f"data_info should have paths of configs_dict ({list(configs_dict)}) but has: {path!r}"
+            )
     if getattr(module, _GROUP, None) is not None:
-        raise ValueError("module should not be wrapped yet, but it is; DataLoader takes another loader for it")
+        raise ValueError(
+            "module should not be wrapped yet, but it is; DataLoader takes another loader for it"
+        )
     group = IDTransformerGroup(
         url,
         module,
@@ -109,7 +113,9 @@ class DataLoader:
     ) -> None:
         for path in (data_info or {}).values():
             if path not in group:
-                raise ValueError(f"data_info should have paths of the group ({list(group.collections)}) but has: {path!r}")
+                raise ValueError(
+                    f"data_info should have paths of the group ({list(group.collections)}) but has: {path!r}"
+                )
         self._group = group
         self._dataloader = dataloader
         self._data_info = dict(data_info) if data_info is not None else None
@@ -146,8 +152,12 @@ class DataLoaderIter:
                 "before another begins"
             )
         source = _Source(group, dataloader, data_info)
-        group.pipeline = pipeline = Pipeline(source.prepare, num_prefetch, self._flight.remove) if num_prefetch else None
-        self._prepare: Callable[[], Ready] = pipeline.next if pipeline else lambda: source.prepare(lambda: False)
+        group.pipeline = pipeline = (
+            Pipeline(source.prepare, num_prefetch, self._flight.remove) if num_prefetch else None
+        )
+        self._prepare: Callable[[], Ready] = (
+            pipeline.next if pipeline else lambda: source.prepare(lambda: False)
+        )
         # Runs when the iterator is closed, collected, or still there as the interpreter ends.
         self._close = weakref.finalize(self, _end, pipeline, self._flight, self._handed_out)
 
@@ -194,7 +204,7 @@ class _Source:
         self._data_info = data_info
 
     def prepare(self, stopped: Callable[[], bool]) -> Ready:
-        """The next batch. What goes wrong here reaches the other ranks, so nothing raises before they know."""
+        """The next batch. What goes wrong reaches the other ranks, so nothing raises before they know."""
         kind, error, batch, kjts, ids = BATCH, None, None, {}, None
         if stopped():
             kind = STOPPED
@@ -226,8 +236,8 @@ class _Source:
             paths = list(self._group.collections)
             if len(indices) > len(paths):
                 raise ValueError(
-                    f"a batch should have as many KeyedJaggedTensors as there are collections ({len(paths)}), "
-                    f"or data_info should say which is whose, but it has: {len(indices)}"
+                    f"a batch should have as many KeyedJaggedTensors as there are collections "
+                    f"({len(paths)}), or data_info should say which is whose, but it has: {len(indices)}"
                 )
             self._data_info = dict(zip(indices, paths))
         for index in self._data_info:

@@ -57,7 +57,9 @@ class IDTransformerCollection:
         """The ids of each table, feature after feature."""
         values = kjt.values()
         if values.is_floating_point() or values.dtype == torch.bool:
-            raise TypeError(f"the values of a KeyedJaggedTensor should be ids but their dtype is: {values.dtype}")
+            raise TypeError(
+                f"the values of a KeyedJaggedTensor should be ids but their dtype is: {values.dtype}"
+            )
         host = values.detach().to("cpu", torch.int64).contiguous().numpy()
         parts: list[list[Ids]] = [[] for _ in self.windows]
         for table, begin, end in self._ranges(kjt):

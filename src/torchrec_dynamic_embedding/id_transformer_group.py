@@ -51,14 +51,19 @@ class IDTransformerGroup:
             for path, configs in configs_dict.items():
                 if path not in modules:
                     raise ValueError(
-                        f"configs_dict should have paths of sharded modules ({sorted(modules)}) but has: {path!r}"
+                        f"configs_dict should have paths of sharded modules ({sorted(modules)}) "
+                        f"but has: {path!r}"
                     )
                 child, plan = modules[path]
                 names = [config.name for config in configs]
                 if unknown := sorted(set(names) - set(plan)):
                     raise ValueError(f"the tables of {path!r} should be of {sorted(plan)} but are: {unknown}")
-                ps = PSCollection.fromModule(path, child, {name: plan[name] for name in names}, url, ps_config)
-                self.collections[path] = IDTransformerCollection(configs, eviction_config, transform_config, ps)
+                ps = PSCollection.fromModule(
+                    path, child, {name: plan[name] for name in names}, url, ps_config
+                )
+                self.collections[path] = IDTransformerCollection(
+                    configs, eviction_config, transform_config, ps
+                )
         except Exception as failure:
             error = failure
         peers.agree(error)

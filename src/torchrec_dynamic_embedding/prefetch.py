@@ -99,4 +99,3 @@ class Pipeline:
                 self._changed.notify_all()
         if self._stopping:
             self._drop()
-

@@ -74,9 +74,7 @@ class Shard:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    return [
-        (t.data_ptr(), t.stride(0) * t.element_size(), t.shape[1] * t.element_size()) for t in tensors
-    ]
+    return [(t.data_ptr(), t.stride(0) * t.element_size(), t.shape[1] * t.element_size()) for t in tensors]
 
 
 def _local_parts(tensor: torch.Tensor | ShardedTensor) -> list[tuple[torch.Tensor, list[int]]]:
@@ -250,7 +248,7 @@ class PSCollection:
         }
 
     @classmethod
-    def fromModule(  # noqa: N802 - the name that existing code calls
+    def fromModule(
         cls,
         path: str,
         sharded_module: torch.nn.Module,

@@ -156,7 +156,8 @@ class Windows:
         if (kinds == END).any() and not (kinds == END).all():
             ended = np.flatnonzero(kinds == END).tolist()
             raise RuntimeError(
-                f"all ranks should have the same number of batches but the loaders of ranks {ended} ended first"
+                f"all ranks should have the same number of batches "
+                f"but the loaders of ranks {ended} ended first"
             )
 
     def _gather(self, arrays: Sequence[Ids], sizes: Ids) -> list[Ids]:

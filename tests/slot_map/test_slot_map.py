@@ -75,7 +75,9 @@ def test_rarely_used_keys_go_first_and_older_ones_among_equals():
     window = SlotMap(200, min_used_freq_power=1)
     window.find(np.arange(200), time=0)
     window.admit()
-    for time in range(1, 200):  # keys below 100 are used all the time, the others in the order of their number
+    for time in range(
+        1, 200
+    ):  # keys below 100 are used all the time, the others in the order of their number
         window.find(np.append(np.arange(100), 100 + time // 2), time)
     worst = window.worst(60)[:, 0]
     assert (worst >= 100).all()

@@ -19,7 +19,9 @@ SIZES = [12, 4]
 def compiled(source, to, *options):
     compiler = os.environ.get("CXX", "c++")
     command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, "-I", include_dir(), *options, str(source), "-o", str(to)], check=True, timeout=100)
+    subprocess.run(
+        [*command, "-I", include_dir(), *options, str(source), "-o", str(to)], check=True, timeout=100
+    )
     return str(to)
 
 
@@ -58,7 +60,9 @@ def test_rows_come_back_as_they_went_and_new_ids_are_missing(address, n):
 
 
 def test_tables_and_columns_are_apart():
-    stores = [open_store("example://apart", table=t, tensor_bytes=SIZES, column=c) for t in "ab" for c in (0, 1)]
+    stores = [
+        open_store("example://apart", table=t, tensor_bytes=SIZES, column=c) for t in "ab" for c in (0, 1)
+    ]
     for number, store in enumerate(stores):
         store.put(ids(5), np.full((1, 16), number, np.uint8), np.ones(1, np.uint64))
     assert [int(store.get(ids(5))[0][0, 0]) for store in stores] == [0, 1, 2, 3]

@@ -21,7 +21,10 @@ from embstore.redis_url import parse_redis_url
         ("redis://:only@h", {"user": None, "password": "only"}),
         ("redis://a:1,b:2/?cluster=1", {"hosts": (("a", 1), ("b", 2)), "cluster": True}),
         ("redis://a,b/?sentinel=rows", {"hosts": (("a", 26379), ("b", 26379)), "sentinel": "rows"}),
-        ("redis://h/?layout=packed&chunk_size=9&num_threads=4&retry_limit=1", {"layout": "packed", "chunk_size": 9}),
+        (
+            "redis://h/?layout=packed&chunk_size=9&num_threads=4&retry_limit=1",
+            {"layout": "packed", "chunk_size": 9},
+        ),
     ],
 )
 def test_a_url_is_read(url, found):
@@ -35,7 +38,10 @@ def test_a_url_is_read(url, found):
         ("redis://h/?colour=red", "should be one of .*chunk_size.* but is: 'colour'"),
         ("redis://h/?timeout=3d", "timeout in a redis URL should be a duration .* but is: '3d'"),
         ("redis://h/?timeout=0", "but is: '0'"),
-        ("redis://h/?num_threads=0", "num_threads in a redis URL should be an integer of at least 1 but is: '0'"),
+        (
+            "redis://h/?num_threads=0",
+            "num_threads in a redis URL should be an integer of at least 1 but is: '0'",
+        ),
         ("redis://h/x", "db in a redis URL should be an integer of at least 0 but is: 'x'"),
         ("redis://h/?layout=loose", "should be one of .* but is: 'loose'"),
         ("redis://h/?verify=maybe", "verify in a redis URL should be 0 or 1 but is: 'maybe'"),

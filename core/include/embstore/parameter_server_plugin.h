@@ -1,18 +1,20 @@
-/* The C interface of parameter server plug-ins, for embstore and for its face torchrec_dynamic_embedding.
+/* The C interface of parameter server plug-ins, for embstore and for its face
+ * torchrec_dynamic_embedding.
  *
- * A plug-in is a shared library that exports one variable and four functions. The host loads it with
- * torch.ops.tde.register_io(path) and then opens URLs "<IO_type>://<cfg>" with it.
+ * A plug-in is a shared library that exports one variable and four functions. The host loads it
+ * with torch.ops.tde.register_io(path) and then opens URLs "<IO_type>://<cfg>" with it.
  *
  *     include=$(python -c 'import embstore.plugin_store as p; print(p.include_dir())')
  *     c++ -std=c++17 -O2 -shared -fPIC -I "$include" my_plugin.cpp -o my_plugin.so
  *
- * Words: an id has `num_cols_` columns (parts of its vector, counted as 1 when the field is 0), and every
- * column has `num_optimizer_stats_` tensors: number 0 is the weight, 1 and above are optimizer states.
- * Piece (i, j, k) is tensor k of column j of id i. Tensors of one id may differ in length.
+ * Words: an id has `num_cols_` columns (parts of its vector, counted as 1 when the field is 0), and
+ * every column has `num_optimizer_stats_` tensors: number 0 is the weight, 1 and above are
+ * optimizer states. Piece (i, j, k) is tensor k of column j of id i. Tensors of one id may differ
+ * in length.
  *
- * Each instance serves one table of one process. The host makes one call at a time on an instance, from
- * any thread. A call may complete before it returns, or later from another thread; until it completes the
- * host waits, up to a limit.
+ * Each instance serves one table of one process. The host makes one call at a time on an instance,
+ * from any thread. A call may complete before it returns, or later from another thread; until it
+ * completes the host waits, up to a limit.
  */
 #ifndef EMBSTORE_PARAMETER_SERVER_PLUGIN_H_
 #define EMBSTORE_PARAMETER_SERVER_PLUGIN_H_
@@ -33,18 +35,20 @@ struct IOPullParameter {
   uint32_t num_optimizer_stats_;
   void* on_complete_context_;
   /* For id i, column j and every tensor k: offset = i * max(num_cols_, 1) + j, optimizer_state = k.
-   * The host copies at once. data == NULL, or no call at all, means that the piece is not there; an id
-   * counts as found when all of its pieces are. Calls for different offsets may come from different
-   * threads at the same time. */
-  void (*on_global_id_fetched_)(void* context, uint32_t offset, uint32_t optimizer_state, void* data,
-                                uint32_t data_len);
-  /* Exactly once, after the last of the calls above has returned. The context is gone afterwards. */
+   * The host copies at once. data == NULL, or no call at all, means that the piece is not there; an
+   * id counts as found when all of its pieces are. Calls for different offsets may come from
+   * different threads at the same time. */
+  void (*on_global_id_fetched_)(void* context, uint32_t offset, uint32_t optimizer_state,
+                                void* data, uint32_t data_len);
+  /* Exactly once, after the last of the calls above has returned. The context is gone afterwards.
+   */
   void (*on_all_fetched_)(void* context);
 };
 
-/* Piece x = (i * max(num_cols_, 1) + j) * num_optimizer_stats_ + k is data_[offsets_[x] .. offsets_[x + 1]),
- * of the tensor optimizer_stats_ids_[k]. global_ids_, optimizer_stats_ids_, offsets_ and data_ stay valid
- * until on_push_complete returns; table_name_ and col_ids_ during the call only. */
+/* Piece x = (i * max(num_cols_, 1) + j) * num_optimizer_stats_ + k is data_[offsets_[x] ..
+ * offsets_[x + 1]), of the tensor optimizer_stats_ids_[k]. global_ids_, optimizer_stats_ids_,
+ * offsets_ and data_ stay valid until on_push_complete returns; table_name_ and col_ids_ during the
+ * call only. */
 struct IOPushParameter {
   const char* table_name_;
   uint32_t num_cols_;
@@ -74,9 +78,9 @@ typedef struct IOPullParameter IOFetchParameter;
  * void IO_Pull(void* instance, IOPullParameter p);  or IO_Fetch, which is the same
  * void IO_Push(void* instance, IOPushParameter p);
  *
- * Optional: errors. The host hands over a function before IO_Initialize. A plug-in calls it with the
- * on_complete_context_ of a call that failed, before it completes that call as usual; the message is
- * copied, and the call fails in the host with it.
+ * Optional: errors. The host hands over a function before IO_Initialize. A plug-in calls it with
+ * the on_complete_context_ of a call that failed, before it completes that call as usual; the
+ * message is copied, and the call fails in the host with it.
  *
  * void IO_SetErrorHandler(IOErrorHandler handler);
  */

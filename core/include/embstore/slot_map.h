@@ -1,22 +1,24 @@
-// SlotMap gives any key a dense slot 0 .. slots-1: the window of a small table on a large set of keys.
+// SlotMap gives any key a dense slot 0 .. slots-1: the window of a small table on a large set of
+// keys.
 //
 //     Find      which keys have a slot; lists those that have none, each once
 //     Victims   the worst keys that may go, when there are fewer free slots than missing keys
 //     Drop      frees the slots of these victims (their rows were pushed away in between)
-//     Admit     gives the missing keys the lowest free slots, in the order of their first appearance
+//     Admit     gives the missing keys the lowest free slots, in the order of their first
+//     appearance
 //
 // A key's record lives in the score of its index entry, so a hit touches nothing else:
 //
 //     [ 63..59: frequency | 58..32: time of the last use | 31..0: slot + 1 ]
 //
 // The frequency is a Morris counter: it begins at min_used_freq_power and a use raises it with
-// probability 2^-frequency. Records compare by frequency, then by time, and the smallest goes first.
-// Times are numbers of batches. A key is pinned while its last use is not before `pinned_from`:
-// batches are trained in order, so this one number protects all batches in flight.
+// probability 2^-frequency. Records compare by frequency, then by time, and the smallest goes
+// first. Times are numbers of batches. A key is pinned while its last use is not before
+// `pinned_from`: batches are trained in order, so this one number protects all batches in flight.
 //
-// Victims looks at a stretch of the index at a time. The index is ordered by hash, so a stretch is a
-// random sample of the keys: the worst of it are the worst of the table up to sampling error, and the
-// cost of a step does not grow with the table.
+// Victims looks at a stretch of the index at a time. The index is ordered by hash, so a stretch is
+// a random sample of the keys: the worst of it are the worst of the table up to sampling error, and
+// the cost of a step does not grow with the table.
 //
 // Thread safety: none; the owner guards it. The result depends on the calls alone (no clock, no
 // random device), so ranks that make the same calls hold the same map.
@@ -56,9 +58,9 @@ class SlotMap {
   int64_t last_time() const { return last_time_; }
   size_t bytes() const;
 
-  // Renews the keys that are there. out[i] = slot of keys[i], or -1 where it is missing until Admit.
-  // Returns how many different keys are missing. `out` stays in use until Admit or the next Find.
-  // Throws InvalidArgument when `time` is below that of an earlier call.
+  // Renews the keys that are there. out[i] = slot of keys[i], or -1 where it is missing until
+  // Admit. Returns how many different keys are missing. `out` stays in use until Admit or the next
+  // Find. Throws InvalidArgument when `time` is below that of an earlier call.
   int64_t Find(std::span<const int64_t> keys, int64_t time, int64_t* out);
   std::span<const int64_t> missing() const { return missing_; }
 

@@ -76,7 +76,9 @@ class Model(nn.Module):
         if self.kind == "ebc":
             return self.dense(out.values().float())
         pooled = [
-            torch.segment_reduce(out[f].values().float(), "sum", lengths=out[f].lengths(), unsafe=True, initial=0.0)
+            torch.segment_reduce(
+                out[f].values().float(), "sum", lengths=out[f].lengths(), unsafe=True, initial=0.0
+            )
             for f in FEATURES
         ]
         return self.dense(torch.cat(pooled, 1))
@@ -110,7 +112,11 @@ def trainer(rows, kind="ebc", sharding="row_wise", optimizer="adagrad", dtype=Da
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     dmp = DistributedModelParallel(
-        model, device=torch.device("cpu"), env=ShardingEnv.from_process_group(dist.group.WORLD), plan=plan, sharders=sharders
+        model,
+        device=torch.device("cpu"),
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        plan=plan,
+        sharders=sharders,
     )
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.SGD(p, lr=LR)
@@ -131,7 +137,9 @@ def batches(count, ids, size=8, rank=0, seed=0, longest=3):
     for _ in range(count):
         lengths = rng.integers(0, longest + 1, len(FEATURES) * size)
         numbers = (ids * rng.random(int(lengths.sum())) ** 2).astype(np.int64)
-        found.append((torch.from_numpy(rng.random(size, dtype=np.float32)), numbers, torch.from_numpy(lengths)))
+        found.append(
+            (torch.from_numpy(rng.random(size, dtype=np.float32)), numbers, torch.from_numpy(lengths))
+        )
     return found
 
 

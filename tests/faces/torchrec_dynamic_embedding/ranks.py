@@ -1,4 +1,4 @@
-"""Child processes of the tests: `python -m faces.torchrec_dynamic_embedding.ranks ROLE ARGUMENTS` for each rank."""
+"""Child processes of the tests: `python -m faces.torchrec_dynamic_embedding.ranks ROLE …`, one for each rank."""
 
 import contextlib
 import json
@@ -66,10 +66,10 @@ def twins(where):
 def failing_rank(where):
     """Rank 1's loader raises in mid-epoch; afterwards a new epoch works, and so do uneven ends and breaks."""
     import torch.distributed as dist
-
-    import torchrec_dynamic_embedding as tde
     from faces.torchrec_dynamic_embedding.models import batches, trainer
     from faces.torchrec_dynamic_embedding.twins import loader_of, train
+
+    import torchrec_dynamic_embedding as tde
 
     class Loader:
         fails_at, steps = None, 6
@@ -114,10 +114,10 @@ def failing_rank(where):
 def interrupted(url, steps, state, losses):
     """Trains so many more steps from where another process stopped."""
     import torch
-
-    import torchrec_dynamic_embedding as tde
     from faces.torchrec_dynamic_embedding.models import batches, trainer
     from faces.torchrec_dynamic_embedding.twins import loader_of
+
+    import torchrec_dynamic_embedding as tde
 
     ours = trainer(48)
     done = 0
@@ -137,9 +137,10 @@ def leaves_early(how):
     """Ends the process in the middle of an epoch, in several ways; the interpreter has to exit by itself."""
     import itertools
 
-    import torchrec_dynamic_embedding as tde
     from faces.torchrec_dynamic_embedding.models import batches, trainer
     from faces.torchrec_dynamic_embedding.twins import loader_of
+
+    import torchrec_dynamic_embedding as tde
 
     ours = trainer(64)
     data = itertools.cycle(loader_of(batches(4, 200)))

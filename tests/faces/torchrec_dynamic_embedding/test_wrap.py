@@ -44,7 +44,9 @@ def vectors(ours, slots, table="user"):
 @pytest.mark.parametrize("num_prefetch", [0, 1, 4])
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_every_batch_comes_once_and_in_order_in_every_epoch(num_prefetch, count):
-    data = [(label, k, number, "text") for number, (label, k) in enumerate(twins.loader_of(batches(count, 300)))]
+    data = [
+        (label, k, number, "text") for number, (label, k) in enumerate(twins.loader_of(batches(count, 300)))
+    ]
     _, loader = wrapped([list(batch) for batch in data], num_prefetch=num_prefetch)
     assert len(loader) == count
     for _ in range(3):
@@ -80,7 +82,11 @@ def test_any_int64_is_an_id(num_prefetch):
 
 
 def test_int32_ids_and_empty_batches_are_accepted():
-    data = [(one_feature([7, 9], dtype=torch.int32),), (one_feature([]),), (one_feature([9, -3], dtype=torch.int32),)]
+    data = [
+        (one_feature([7, 9], dtype=torch.int32),),
+        (one_feature([]),),
+        (one_feature([9, -3], dtype=torch.int32),),
+    ]
     ours, loader = wrapped(data)
     found = []
     for (batch,) in loader:

@@ -3,7 +3,16 @@
 import numpy as np
 import torch
 import torch.distributed as dist
-from faces.torchrec_dynamic_embedding.models import DIM, TABLES, batches, fill, full_weights, kjt, scattered, trainer
+from faces.torchrec_dynamic_embedding.models import (
+    DIM,
+    TABLES,
+    batches,
+    fill,
+    full_weights,
+    kjt,
+    scattered,
+    trainer,
+)
 
 import torchrec_dynamic_embedding as tde
 from embstore.store_urls import open_store
