@@ -153,9 +153,8 @@ class RedisStore(Store):
             self._retry(lambda c: work(c, chunks))
             return
         lanes = [chunks[lane :: self._options.num_threads] for lane in range(self._options.num_threads)]
-        futures = [
-            self._pool.submit(self._retry, lambda c, lane=lane: work(c, lane)) for lane in lanes if lane
-        ]
+        pool = self._pool
+        futures = [pool.submit(self._retry, _with_ranges(work, lane)) for lane in lanes if lane]
         errors = [future.exception() for future in futures]
         for error in errors:
             if error is not None:
@@ -193,9 +192,15 @@ class RedisStore(Store):
                 )
 
 
+def _with_ranges(
+    work: Callable[[Connection, Sequence[range]], None], ranges: Sequence[range]
+) -> Callable[[Connection], None]:
+    return lambda connection: work(connection, ranges)
+
+
 def _all_present(values: list[bytes | None], width: int) -> FoundArray:
     present = np.fromiter((v is not None for v in values), bool, len(values))
-    return present.reshape(-1, width).all(axis=1)
+    return np.logical_and.reduce(present.reshape(-1, width), axis=1)  # type: ignore[no-any-return]
 
 
 def _split_rows(rows: RowArray, sizes: Sequence[int]) -> list[bytes]:

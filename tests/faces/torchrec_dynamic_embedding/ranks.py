@@ -1,4 +1,4 @@
-"""Child processes of the tests: `python -m faces.torchrec_dynamic_embedding.ranks ROLE …`, one for each rank."""
+"""Child processes of the tests: `python -m faces.torchrec_dynamic_embedding.ranks ROLE …`, one a rank."""
 
 import contextlib
 import json
