@@ -32,7 +32,7 @@ PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
 PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
 PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
-PIP_extras := typer rich matplotlib pyarrow safetensors
+PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis
 # To add TensorFlow: PIP_tensorflow := tensorflow-cpu==2.21.0, and its name at the end of STEPS.
 
 CPP_FILES := $(shell find core bindings -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \) 2>/dev/null)

@@ -25,6 +25,7 @@ from embstore.optimizers import (
 )
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.ownership import Ownership, owner
+from embstore.slot_map import SlotMap
 from embstore.table import RefusedKeysError, Rows, Stats, Table
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ __all__ = [
     "Rows",
     "RowwiseAdagrad",
     "ScoreStrategy",
+    "SlotMap",
     "Stats",
     "Table",
     "TableOptions",
