@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
-from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
+from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,21 @@ class Table:
         self.optimizer_step += 1
         return self.options.optimizer.step_options(self._learning_rate, self.optimizer_step)
 
-    def apply_gradients(self, keys: object, gradients: object, *, missing: str = "ignore") -> None:
+    def apply_gradients(
+        self, keys: object, gradients: object, *, missing: str = "ignore", renew_scores: bool = False
+    ) -> None:
         """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
-        moves once. Keys that are not there are passed by, or raise with missing="error"."""
+        moves once. Keys that are not there are passed by, or raise with missing="error". With
+        renew_scores the rows count as used now, as in a training lookup."""
         if missing not in ("ignore", "error"):
             raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")
         k = as_keys(keys)
         g = as_floats(gradients, (*k.shape, self.dim), "gradients")
         if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
             raise KeyError(f"keys should all be in table {self.name!r} but some are not")
-        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), self.step_options())
+        self._core.apply_gradients(
+            k.address, k.n, address(g), int(DType.FLOAT32), self.step_options(), renew_scores
+        )
 
     def report_refused(self, refused: int, n: int) -> None:
         """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
@@ -286,6 +291,10 @@ class Table:
         whole = Rows.concatenate(list(self.export(min_score=min_score)))
         order = np.argsort(whole.keys, kind="stable")
         return Rows(whole.keys[order], whole.values[order], whole.states[order], whole.scores[order])
+
+    def set_eviction_log(self, log: EvictionLog) -> None:
+        """What the log keeps from now on; what it holds is dropped."""
+        self._core.set_eviction_log(int(log))
 
     def evictions(self) -> Rows:
         """Takes what was evicted since the last call; empty unless eviction_log is set."""
