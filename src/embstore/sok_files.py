@@ -167,7 +167,7 @@ class _FileWriter:
 
     def append(self, array: Array) -> None:
         if array.size:
-            self._write(memoryview(np.ascontiguousarray(array, self.dtype)).cast("B"))
+            self._write(np.ascontiguousarray(array, self.dtype).reshape(-1).view(np.uint8).data)
 
     def close(self) -> dict[str, int]:
         self._file.flush()

@@ -5,6 +5,8 @@
     sok.init()
     table = sok.DynamicVariable(dimension=16, initializer="normal")
     (vectors,) = sok.lookup_sparse([table], [ids], combiners=["sum"])
+
+Rows live in host memory, in tables that grow with their keys; docs/sparse_operation_kit.md is the guide.
 """
 
 try:

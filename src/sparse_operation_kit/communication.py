@@ -65,15 +65,17 @@ class Torch(Single):
 
     def all_gather(self, array: np.ndarray) -> list[np.ndarray]:
         torch = self._torch
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self._dist.all_gather_into_tensor(lengths, torch.tensor([len(array)]), group=self._group)
-        padded = np.zeros((int(lengths.max()), *array.shape[1:]), array.dtype)
+        lengths = [int(n) for n in self._gather_equal(torch.tensor([len(array)]))]
+        padded = np.zeros((max(lengths), *array.shape[1:]), array.dtype)
         padded[: len(array)] = array
-        raw = torch.from_numpy(padded.reshape(-1).view(np.uint8))
-        gathered = [torch.empty_like(raw) for _ in range(self.size)]
-        self._dist.all_gather(gathered, raw, group=self._group)
+        gathered = self._gather_equal(torch.from_numpy(padded.reshape(-1).view(np.uint8)))
         whole = [g.numpy().view(array.dtype).reshape(padded.shape) for g in gathered]
-        return [part[:length] for part, length in zip(whole, lengths.tolist())]
+        return [part[:length] for part, length in zip(whole, lengths)]
+
+    def _gather_equal(self, tensor: Any) -> list[Any]:
+        gathered = [self._torch.empty_like(tensor) for _ in range(self.size)]
+        self._dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
 
 
 class Horovod(Single):
@@ -105,7 +107,9 @@ class Horovod(Single):
         import tensorflow as tf
 
         number = next(self._numbers)
-        lengths = self._hvd.allgather(tf.constant([len(array)], tf.int64), name=f"sok_lengths_{number}").numpy()
+        lengths = self._hvd.allgather(
+            tf.constant([len(array)], tf.int64), name=f"sok_lengths_{number}"
+        ).numpy()
         whole = self._hvd.allgather(tf.constant(array), name=f"sok_all_gather_{number}").numpy()
         return np.split(whole, np.cumsum(lengths)[:-1])
 

@@ -7,15 +7,16 @@ number of ranks loads into any other.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
-import embstore
 import numpy as np
 import tensorflow as tf
-from embstore.sok_files import DamagedDumpError, DumpReader, DumpWriter, TableReader, TableWriter
 
+import embstore
+from embstore.sok_files import DamagedDumpError, DumpReader, DumpWriter, TableReader, TableWriter
 from sparse_operation_kit.communication import Single, agree, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.interaction import filter_variables
@@ -35,38 +36,68 @@ def dump(path: str | os.PathLike[str], dump_vars: Any, optimizer: Any = None) ->
     t = tool_or_single()
     if optimizer is not None:
         optimizer._create_slots(variables)
-    error: Exception | None = None
-    writer = DumpWriter(path)
-    if t.rank == 0:
-        error = _attempt(lambda: writer.__enter__() and None)
-    agree(error)
+    output = _Output(path, t)
+    agree(output.error)
     for variable in variables:
-        blocks = _blocks(variable, optimizer, t)
-        table: list[TableWriter] = []
-        if t.rank == 0 and error is None:
-            error = _attempt(lambda: table.append(_table(writer, variable, optimizer)))
-        for block in blocks:
-            parts = [t.all_gather(array) for array in block]
-            # A rank 0 that cannot write stays with the others until all have come to the end.
-            if t.rank == 0 and error is None:
-                error = _attempt(lambda: [table[0].append(p[0], p[1], p[2:]) for p in zip(*parts)] and None)
-    if t.rank == 0:
-        writer.facts["world_size"] = t.size
+        output.begin(variable, optimizer)
+        for block in _blocks(variable, optimizer, t):
+            output.append([t.all_gather(array) for array in block])
+    output.finish(t.size, optimizer)
+    agree(output.error)
+
+
+class _Output:
+    """The files, on rank 0; nothing on the others.
+
+    Keeps a failure instead of raising it: rank 0 has to stay with the others until all come to the end.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], t: Single) -> None:
+        self.error: Exception | None = None
+        self._writer = DumpWriter(path) if t.rank == 0 else None
+        self._table: TableWriter | None = None
+        self._do(lambda writer: writer.__enter__())
+
+    def _do(self, action: Callable[[DumpWriter], object]) -> None:
+        if self._writer is not None and self.error is None:
+            self.error = _attempt(partial(action, self._writer))
+
+    def begin(self, variable: Any, optimizer: RowOptimizer | None) -> None:
+        def begin(writer: DumpWriter) -> None:
+            slots = () if optimizer is None else optimizer.rule.slots
+            name = "" if optimizer is None else optimizer.rule.name
+            self._table = writer.table(variable.name, _key_dtype(variable), optimizer=name, slots=slots)
+
+        self._do(begin)
+
+    def append(self, gathered: list[list[np.ndarray]]) -> None:
+        """For each file the parts of all ranks."""
+
+        def append(writer: DumpWriter) -> None:
+            for keys, values, *states in zip(*gathered):
+                self._table.append(keys, values, states)
+
+        self._do(append)
+
+    def finish(self, size: int, optimizer: RowOptimizer | None) -> None:
+        if self._writer is None:
+            return
+        self._writer.facts["world_size"] = size
         if optimizer is not None:
-            writer.facts["optimizer"] = optimizer.rule.name
-            writer.facts["iterations"] = int(optimizer.iterations.numpy())
-        if error is None:
-            error = _attempt(lambda: writer.__exit__(None, None, None))
+            self._writer.facts["optimizer"] = optimizer.rule.name
+            self._writer.facts["iterations"] = int(optimizer.iterations.numpy())
+        if self.error is None:
+            self._do(lambda writer: writer.__exit__(None, None, None))
         else:
-            writer.__exit__(type(error), error, None)
-    agree(error)
+            self._writer.__exit__(type(self.error), self.error, None)
 
 
 def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) -> None:
     """Reads what `dump` wrote, by any number of ranks. All ranks call it.
 
-    Rows of the same key are replaced, others stay. With an optimizer its states and its count of updates come
-    back too; where the dump has none, new rows get fresh ones. A damaged dump is refused before a row changes.
+    Rows of the same key are replaced, others stay. With an optimizer its states and its count of updates
+    come back too; where the dump has none, new rows get fresh ones. A damaged dump is refused before a row
+    changes.
     """
     variables, optimizer = _variables(load_vars, "load_vars"), _optimizer(optimizer)
     tables: list[TableReader] = []
@@ -93,7 +124,9 @@ def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) ->
     agree(_attempt(read))
 
 
-def incremental_model_dump(sok_vars: Any, time_threshold: Any, sess: Any = None) -> tuple[list[Any], list[Any]]:
+def incremental_model_dump(
+    sok_vars: Any, time_threshold: Any, sess: Any = None
+) -> tuple[list[Any], list[Any]]:
     """Keys and rows that were looked up, assigned or updated after a moment, of all ranks, on every rank.
 
     sok_vars        dynamic variables
@@ -163,12 +196,6 @@ def _key_dtype(variable: Any) -> type[np.generic]:
     return np.uint64 if variable.target_gpu >= 0 else np.int64
 
 
-def _table(writer: DumpWriter, variable: Any, optimizer: RowOptimizer | None) -> TableWriter:
-    slots = () if optimizer is None else optimizer.rule.slots
-    name = "" if optimizer is None else optimizer.rule.name
-    return writer.table(variable.name, _key_dtype(variable), optimizer=name, slots=slots)
-
-
 def _blocks(variable: Any, optimizer: RowOptimizer | None, t: Single) -> Iterator[list[np.ndarray]]:
     """This rank's rows sorted by key, [keys, values, states...], in as many blocks as every other rank."""
     slots = 0 if optimizer is None else len(optimizer.rule.slots)
@@ -201,15 +228,22 @@ def _blocks(variable: Any, optimizer: RowOptimizer | None, t: Single) -> Iterato
 
 def _check_table(table: TableReader, variable: Any) -> None:
     if len(table) and table.dim != variable.dimension:
-        raise ValueError(f"{variable.name!r} should have the dimension {table.dim} of the dump but has: {variable.dimension}")
+        raise ValueError(
+            f"{variable.name!r} should have the dimension {table.dim} of the dump "
+            f"but has: {variable.dimension}"
+        )
     if isinstance(variable, StaticVariable) and len(table):
         rows = int(variable.global_shape[0])
         last = int(np.max(table.keys))
         if last >= rows or (table.keys.dtype.kind == "i" and int(np.min(table.keys)) < 0):
-            raise ValueError(f"{variable.name!r} should have a row for key {last} of the dump but has: {rows}")
+            raise ValueError(
+                f"{variable.name!r} should have a row for key {last} of the dump but has: {rows}"
+            )
     for name, states in table.states.items():
         if len(table) and states.shape[1] != table.dim:
-            raise DamagedDumpError(f"{table.prefix}-{name} should have {table.dim} columns but has: {states.shape[1]}")
+            raise DamagedDumpError(
+                f"{table.prefix}-{name} should have {table.dim} columns but has: {states.shape[1]}"
+            )
 
 
 def _stored_slots(table: TableReader, optimizer: RowOptimizer | None) -> list[str]:
@@ -247,5 +281,3 @@ def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | Non
         if optimizer is not None:
             for slot, part in zip(optimizer.rule.slots, parts):
                 optimizer.get_slot(variable, slot).scatter_update(tf.IndexedSlices(part, rows))
-
-

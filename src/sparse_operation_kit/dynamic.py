@@ -1,8 +1,8 @@
 """sok.DynamicVariable: rows for any 64-bit keys, in a table of the engine.
 
-    table = sok.DynamicVariable(dimension=16, initializer="normal")
-    tf.nn.embedding_lookup(table, [7, -1])      # makes the rows that are missing
-    table.size                                  # [2, 16]
+table = sok.DynamicVariable(dimension=16, initializer="normal")
+tf.nn.embedding_lookup(table, [7, -1])      # makes the rows that are missing
+table.size                                  # [2, 16]
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import embstore
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+import embstore
 from sparse_operation_kit import bridge
 from sparse_operation_kit.communication import tool_or_single
 from sparse_operation_kit.initializers import as_initializer
@@ -251,7 +251,9 @@ class DynamicVariable(ResourceVariable):
         """The rows of the keys on this rank; missing ones are made."""
         return read_rows([self], [indices])[0]
 
-    def scatter_update(self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: Any = None) -> Any:
+    def scatter_update(
+        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: Any = None
+    ) -> Any:
         """Sets rows; of duplicate keys the last counts."""
         return self._scatter(sparse_delta, lambda old, new: new)
 
@@ -281,11 +283,12 @@ class DynamicVariable(ResourceVariable):
     def use_optimizer(self, optimizer: embstore.Optimizer) -> None:
         """Gives the rows the state of this optimizer; fresh, unless they have it already."""
         now = self._table.options.optimizer
-        if replace(optimizer, lr=now.lr) == now if type(optimizer) is type(now) else False:
+        if type(optimizer) is type(now) and replace(optimizer, lr=now.lr) == now:
             return
         if self._table.state_width:
             raise ValueError(
-                f"variable {self.name!r} should stay with one optimizer: it has rows of {now!r}, not {optimizer!r}"
+                f"variable {self.name!r} should stay with one optimizer: "
+                f"it has rows of {now!r}, not {optimizer!r}"
             )
         table = embstore.Table(replace(self._table.options, optimizer=optimizer))
         if len(self._table):

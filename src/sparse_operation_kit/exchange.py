@@ -1,6 +1,6 @@
 """Rows of keys that other ranks own: keys out, rows back, and gradients the way of the keys.
 
-    this rank's keys ──dispatch──► keys that this rank owns ──read──► rows ──collect──► rows of this rank's keys
+    my keys ──dispatch──► keys that I own ──read──► rows of those ──collect──► rows of my keys
 
 All tables of a call share one exchange of keys and one of rows. Both carry a flag of failure, so that a rank
 that cannot go on takes the others with it instead of leaving them waiting.
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import embstore
 import numpy as np
 import tensorflow as tf
 
+import embstore
 from sparse_operation_kit import bridge
 from sparse_operation_kit.communication import agree, tool
 from sparse_operation_kit.dynamic import DynamicVariable
@@ -31,7 +31,9 @@ def owners(variable: Any, keys: np.ndarray, size: int) -> np.ndarray:
         rows = int(variable.global_shape[0])
         outside = keys[(keys < 0) | (keys >= rows)]
         if len(outside):
-            raise ValueError(f"keys of {variable.name!r} should be between 0 and {rows - 1} but one is: {outside[0]}")
+            raise ValueError(
+                f"keys of {variable.name!r} should be between 0 and {rows - 1} but one is: {outside[0]}"
+            )
     if variable.target_gpu >= 0:
         return np.full(len(keys), variable.target_gpu, np.int64)
     return embstore.owner(keys, size)
@@ -136,9 +138,7 @@ def distinct_rows(
 ) -> list[tf.Tensor]:
     """The rows of distinct keys, from whichever rank has them. A collective."""
     n = len(variables)
-    results = bridge.call(
-        lambda *arrays: dispatch(variables, arrays), keys, [tf.int64] * (2 * n + 1)
-    )
+    results = bridge.call(lambda *arrays: dispatch(variables, arrays), keys, [tf.int64] * (2 * n + 1))
     owned, orders, counts = results[:n], results[n:-1], results[-1]
     for k in owned:
         k.set_shape([None])

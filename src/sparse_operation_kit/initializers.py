@@ -1,7 +1,7 @@
 """Initializers by the names of SparseOperationKit, or as Keras objects, in the engine's terms.
 
-    "random", ""   uniform in [-0.05, 0.05)            "normal"    mean 0, standard deviation 1
-    "uniform"      uniform in [0, 1)                   "zeros", "ones", "0.25": a constant
+"random", ""   uniform in [-0.05, 0.05)            "normal"    mean 0, standard deviation 1
+"uniform"      uniform in [0, 1)                   "zeros", "ones", "0.25": a constant
 """
 
 from __future__ import annotations
@@ -59,4 +59,6 @@ def as_initializer(initializer: Any) -> tuple[embstore.Initializer, int, str]:
         seed = config.get("seed")
         return KERAS[name](config), seed if isinstance(seed, int) else 0, name
     known = ", ".join(KERAS)
-    raise ValueError(f"initializer should be a string or a Keras initializer ({known}) but is: {initializer!r}")
+    raise ValueError(
+        f"initializer should be a string or a Keras initializer ({known}) but is: {initializer!r}"
+    )

@@ -1,7 +1,7 @@
 """Lookups: several tables at once, from all ranks, pooled over the keys of a sample.
 
-    ids          [[1, 1], [3, 4, 5]]                      SparseTensor or RaggedTensor
-    combiner     "sum": row 1 + row 1, row 3 + row 4 + row 5; "mean": divided by 2 and 3 (or by the weights)
+ids          [[1, 1], [3, 4, 5]]                      SparseTensor or RaggedTensor
+combiner     "sum": row 1 + row 1, row 3 + row 4 + row 5; "mean": divided by 2 and 3 (or by the weights)
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from embstore import EvictionLog
 
+from embstore import EvictionLog
 from sparse_operation_kit import bridge
 from sparse_operation_kit.communication import tool, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
@@ -49,7 +49,9 @@ def lookup_sparse(
     combiners = _listed("mean" if combiners is None else combiners, len(ids), repeat=True)
     for name, values in (("params", variables), ("sp_weights", weights), ("combiners", combiners)):
         if len(values) != len(ids):
-            raise ValueError(f"{name} should have as many items as sp_ids ({len(ids)}) but has: {len(values)}")
+            raise ValueError(
+                f"{name} should have as many items as sp_ids ({len(ids)}) but has: {len(values)}"
+            )
     for combiner in combiners:
         if combiner not in COMBINERS:
             raise ValueError(f"combiners should be 'sum' or 'mean' but one is: {combiner!r}")
@@ -136,7 +138,9 @@ class _Samples:
             if value.ragged_rank != 1 or value.shape.rank != 2:
                 raise ValueError(f"{name} should have 2 dimensions but has: {value.shape.rank}")
             return value.values, value.value_rowids(), value.nrows()
-        raise ValueError(f"{name} should be a tf.SparseTensor or tf.RaggedTensor but is: {type(value).__name__}")
+        raise ValueError(
+            f"{name} should be a tf.SparseTensor or tf.RaggedTensor but is: {type(value).__name__}"
+        )
 
 
 def _rows(

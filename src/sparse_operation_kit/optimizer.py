@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import embstore
 import numpy as np
 import tensorflow as tf
 
+import embstore
 from sparse_operation_kit import bridge
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.rules import Rule, read_rule, sgd_rule
@@ -112,9 +112,13 @@ class RowOptimizer:
         others = [(g, v) for g, v in pairs if not isinstance(v, (DynamicVariable, StaticVariable))]
         for gradient, var in ours:
             if isinstance(var, DynamicVariable) and not isinstance(gradient, tf.IndexedSlices):
-                raise TypeError(f"the gradient of {var.name!r} should be tf.IndexedSlices but is: {gradient!r}")
+                raise TypeError(
+                    f"the gradient of {var.name!r} should be tf.IndexedSlices but is: {gradient!r}"
+                )
             if var.dtype != tf.float32:
-                raise NotImplementedError(f"{var.name!r} should be float32 for an update but is: {var.dtype.name}")
+                raise NotImplementedError(
+                    f"{var.name!r} should be float32 for an update but is: {var.dtype.name}"
+                )
         self._create_slots([v for _, v in ours])
         if others:
             self._apply_others(others)
@@ -154,7 +158,12 @@ class RowOptimizer:
         rows, _ = tf.unique(keys, tf.int64)
 
         def update(
-            lr: np.ndarray, updates: np.ndarray, k: np.ndarray, g: np.ndarray, rows: np.ndarray, *old: np.ndarray
+            lr: np.ndarray,
+            updates: np.ndarray,
+            k: np.ndarray,
+            g: np.ndarray,
+            rows: np.ndarray,
+            *old: np.ndarray,
         ) -> list[np.ndarray]:
             table = self._passage(var.dimension)
             states = np.concatenate(old[1:], axis=1) if len(old) > 1 else None
@@ -164,7 +173,11 @@ class RowOptimizer:
                 new = table.read(rows)
             finally:
                 table.erase(rows)
-            return [new.values, *np.split(new.states, len(old) - 1, axis=1)] if states is not None else [new.values]
+            return (
+                [new.values, *np.split(new.states, len(old) - 1, axis=1)]
+                if states is not None
+                else [new.values]
+            )
 
         old = [tf.gather(v, rows) for v in (var, *slots)]
         new = bridge.call(update, [rate, before, keys, values, rows, *old], [tf.float32] * len(old))
@@ -179,7 +192,12 @@ class RowOptimizer:
 
 
 def _step(
-    table: embstore.Table, lr: np.ndarray, updates: np.ndarray, keys: np.ndarray, gradients: np.ndarray, **more: Any
+    table: embstore.Table,
+    lr: np.ndarray,
+    updates: np.ndarray,
+    keys: np.ndarray,
+    gradients: np.ndarray,
+    **more: Any,
 ) -> None:
     table.learning_rate = float(lr)
     table.optimizer_step = int(updates)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
-from embstore import _core
-from embstore.arrays import address, as_keys, empty_floats
 from tensorflow.python.eager import tape as tape_lib
 
+from embstore import _core
+from embstore.arrays import address, as_keys, empty_floats
 from sparse_operation_kit import bridge
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ def look_up(tables: Sequence[Any], keys: Sequence[np.ndarray], *, training: bool
     for table, table_keys in zip(tables, keys):
         k = as_keys(table_keys)
         out = empty_floats(k.n, table.dim)
-        request = _core.LookupRequest(
-            table._core, k.address, k.n, 0, 0, 0, 0, address(out), 0, table.dim, 0
-        )
+        request = _core.LookupRequest(table._core, k.address, k.n, 0, 0, 0, 0, address(out), 0, table.dim, 0)
         kept.append(k)
         outs.append(out)
         requests.append(request)
-    for table, k, (_, refused) in zip(tables, kept, _core.look_up(requests, TRAIN if training else READ_ZERO)):
+    for table, k, (_, refused) in zip(
+        tables, kept, _core.look_up(requests, TRAIN if training else READ_ZERO)
+    ):
         if refused:
             table.report_refused(refused, k.n)
     return outs

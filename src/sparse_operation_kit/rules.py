@@ -2,8 +2,8 @@
 
     read_rule(tf.keras.optimizers.Adam(0.01))  ->  Rule("Adam", embstore.Adam(...), slots=("m", "v"), ...)
 
-Understood are the classes of Keras 3, of tf_keras (new and legacy) and of tf.compat.v1.train. Options that the
-engine does not have are refused by name, unless they are off.
+Understood are the classes of Keras 3, of tf_keras (new and legacy) and of tf.compat.v1.train. Options that
+the engine does not have are refused by name, unless they are off.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import embstore
 import numpy as np
 import tensorflow as tf
-from embstore import EpsPlacement
 
+import embstore
+from embstore import EpsPlacement
 from sparse_operation_kit import bridge
 
 KERAS_PACKAGES = ("keras", "tf_keras", "tensorflow")
@@ -65,11 +65,14 @@ def read_rule(optimizer: Any) -> Rule:
         made = _KERAS[kind.__name__](config, legacy)
         for name, value in config.items():
             if value is not None and value is not False and value != 0:
-                raise NotImplementedError(f"{name}={value!r} of {kind.__name__} is not supported by OptimizerWrapper")
+                raise NotImplementedError(
+                    f"{name}={value!r} of {kind.__name__} is not supported by OptimizerWrapper"
+                )
         return _rule(kind.__name__, made, _legacy_rate(optimizer) if legacy else _keras_rate(optimizer))
     known = sorted({*_KERAS, *_V1})
     raise NotImplementedError(
-        f"{kind.__module__}.{kind.__name__} is not supported by OptimizerWrapper, which takes: {', '.join(known)}"
+        f"{kind.__module__}.{kind.__name__} is not supported by OptimizerWrapper, "
+        f"which takes: {', '.join(known)}"
     )
 
 

@@ -4,8 +4,9 @@ from datetime import datetime, timezone
 
 import numpy as np
 import pytest
-import sparse_operation_kit as sok
 import tensorflow as tf
+
+import sparse_operation_kit as sok
 
 CAPACITY = 128  # one bucket, so that the least recently used of all rows is the one that goes
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-import sparse_operation_kit as sok
 import tensorflow as tf
+
+import sparse_operation_kit as sok
 
 ROWS, DIM = 31, 5
 
@@ -17,7 +18,9 @@ def samples(rng, count, rows=ROWS, weighted=False):
     lengths = rng.integers(0, 5, count)
     lengths[:2] = 0, 3
     keys = tf.RaggedTensor.from_row_lengths(rng.integers(0, rows, lengths.sum()), lengths)
-    weights = keys.with_values(tf.constant(rng.uniform(0.5, 2, lengths.sum()), tf.float32)) if weighted else None
+    weights = (
+        keys.with_values(tf.constant(rng.uniform(0.5, 2, lengths.sum()), tf.float32)) if weighted else None
+    )
     return keys, weights
 
 

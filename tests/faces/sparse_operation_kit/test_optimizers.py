@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-import sparse_operation_kit as sok
 import tensorflow as tf
 import tf_keras
 from faces.sparse_operation_kit.oracle import OPTIMIZERS, SLOTS, LazyTable
+
+import sparse_operation_kit as sok
 
 ROWS, DIM = 23, 7
 FAMILIES = {

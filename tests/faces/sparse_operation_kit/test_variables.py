@@ -5,8 +5,9 @@ import sys
 
 import numpy as np
 import pytest
-import sparse_operation_kit as sok
 import tensorflow as tf
+
+import sparse_operation_kit as sok
 
 
 def test_a_static_variable_reads_and_prints_like_a_tf_variable():
