@@ -1,7 +1,7 @@
 """Initial values of rows. Each is a pure function of (seed, table, key, column).
 
-    Uniform(-0.05, 0.05)   Normal(0.0, 0.01)   TruncatedNormal(0.0, 0.01, -0.02, 0.02)
-    Constant(0.0)          Debug()             # every component is uint64(key) % 100000
+Uniform(-0.05, 0.05)   Normal(0.0, 0.01)   TruncatedNormal(0.0, 0.01, -0.02, 0.02)
+Constant(0.0)          Debug()             # every component is uint64(key) % 100000
 """
 
 from __future__ import annotations

@@ -226,7 +226,9 @@ class TableCollection(TableModule):
         self.features = dict(features) if features is not None else {name: name for name in self._tables}
         for feature, name in self.features.items():
             if name not in self._tables:
-                raise ValueError(f"features[{feature!r}] should name one of {list(self._tables)} but is: {name!r}")
+                raise ValueError(
+                    f"features[{feature!r}] should name one of {list(self._tables)} but is: {name!r}"
+                )
 
     def _by_table(self, inputs: Mapping[str, Any]) -> dict[str, list[str]]:
         """Features of the input that each table serves, in the order of the collection."""
@@ -243,7 +245,7 @@ class TableCollection(TableModule):
 class EmbeddingCollection(TableCollection):
     """Vectors of the ids of several features in one call.
 
-        collection({"user": ids, "item": more_ids})["user"]      # ids.shape + (dim,)
+    collection({"user": ids, "item": more_ids})["user"]      # ids.shape + (dim,)
     """
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -265,7 +267,7 @@ class EmbeddingCollection(TableCollection):
 class EmbeddingBagCollection(TableCollection):
     """Pooled vectors of several features in one call.
 
-        collection({"user": (ids, offsets), "item": (ids, offsets, weights)})["user"]   # (bags, dim)
+    collection({"user": (ids, offsets), "item": (ids, offsets, weights)})["user"]   # (bags, dim)
     """
 
     def __init__(self, *args: Any, mode: str = "sum", **keywords: Any) -> None:
@@ -283,7 +285,9 @@ class EmbeddingBagCollection(TableCollection):
                 ids, offsets, weight = (*inputs[feature], None, None)[:3]
                 if ids is None:
                     raise TypeError(f"ids of {feature!r} should be a tensor but is: None")
-                parts.append(bag_request(self._tables[name], ids, offsets, weight, self.mode, include_last=False))
+                parts.append(
+                    bag_request(self._tables[name], ids, offsets, weight, self.mode, include_last=False)
+                )
                 weights.append(weight)
             request, weight_input = _merge(parts, weights)
             requests.append(request)
@@ -299,9 +303,7 @@ class EmbeddingBagCollection(TableCollection):
         return pooled
 
 
-def _merge(
-    parts: list[Request], weights: list[torch.Tensor | None]
-) -> tuple[Request, torch.Tensor | None]:
+def _merge(parts: list[Request], weights: list[torch.Tensor | None]) -> tuple[Request, torch.Tensor | None]:
     """The features of one table as one request: a key that several share is then updated once."""
     if len(parts) == 1:
         return parts[0], weights[0]

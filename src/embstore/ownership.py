@@ -1,7 +1,7 @@
 """Row-wise ownership: which rank keeps a key. One function for routing, loading and resharding.
 
-    keys      7  -1  12   3          owner(keys, world=2)
-    rank      1   1   0   1
+keys      7  -1  12   3          owner(keys, world=2)
+rank      1   1   0   1
 """
 
 from __future__ import annotations

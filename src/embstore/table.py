@@ -1,9 +1,9 @@
 """Table: rows by key.
 
-    table = Table("user", dim=2, initializer=Constant(1.0), optimizer=SGD(lr=0.5))
-    table.find_or_insert([7, -1, 7])          # [[1, 1], [1, 1], [1, 1]]
-    table.apply_gradients([7, 7], [[1, 0], [1, 0]])
-    table.find([7, 5])                        # ([[0, 1], [0, 0]], [True, False])
+table = Table("user", dim=2, initializer=Constant(1.0), optimizer=SGD(lr=0.5))
+table.find_or_insert([7, -1, 7])          # [[1, 1], [1, 1], [1, 1]]
+table.apply_gradients([7, 7], [[1, 0], [1, 0]])
+table.find([7, 5])                        # ([[0, 1], [0, 0]], [True, False])
 """
 
 from __future__ import annotations
@@ -343,5 +343,3 @@ def _rebuild(options: TableOptions, state: dict[str, Any]) -> Table:
     table = Table(options)
     table.load_state(state)
     return table
-
-
