@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+# AutoGraph would rewrite what a tf.function calls, and slow down the Python that runs at every step.
+unconverted = tf.autograph.experimental.do_not_convert
+
 
 def as_array(tensor: Any) -> np.ndarray:
     """The memory of an eager tensor, without a copy. Read-only."""

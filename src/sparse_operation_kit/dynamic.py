@@ -17,6 +17,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 import embstore
 from sparse_operation_kit import bridge
+from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool_or_single
 from sparse_operation_kit.initializers import as_initializer
 from sparse_operation_kit.rows import read_rows
@@ -247,6 +248,7 @@ class DynamicVariable(ResourceVariable):
 
     # ---- rows
 
+    @unconverted
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         """The rows of the keys on this rank; missing ones are made."""
         return read_rows([self], [indices])[0]
@@ -265,6 +267,7 @@ class DynamicVariable(ResourceVariable):
         """Subtracts from rows; duplicate keys add up."""
         return self._scatter(sparse_delta, np.subtract)
 
+    @unconverted
     def _scatter(self, delta: tf.IndexedSlices, combine: Any) -> tf.Tensor:
         if not isinstance(delta, tf.IndexedSlices):
             raise TypeError(f"sparse_delta should be tf.IndexedSlices but is: {type(delta).__name__}")

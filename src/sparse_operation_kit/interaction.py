@@ -9,12 +9,14 @@ import numpy as np
 import tensorflow as tf
 
 from sparse_operation_kit import bridge
+from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.exchange import owners
 from sparse_operation_kit.optimizer import DynamicSlot
 from sparse_operation_kit.static import StaticVariable
 
 
+@unconverted
 def export(var: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Keys (n) and rows (n, dimension) of a variable on this rank, sorted by key.
 
@@ -30,6 +32,7 @@ def export(var: Any) -> tuple[tf.Tensor, tf.Tensor]:
     raise TypeError(f"var should be a sok variable but is: {type(var).__name__}")
 
 
+@unconverted
 def assign(var: Any, indices: Any, values: Any) -> tf.Tensor:
     """Sets the rows of these keys on this rank; a dynamic variable makes those that are missing.
 

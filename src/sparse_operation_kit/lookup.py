@@ -14,15 +14,17 @@ import tensorflow as tf
 
 from embstore import EvictionLog
 from sparse_operation_kit import bridge
+from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.exchange import distinct_rows, owners
-from sparse_operation_kit.rows import look_up, read_rows
+from sparse_operation_kit.rows import Request, look_up, pool_rows, read_rows
 from sparse_operation_kit.static import StaticVariable
 
 COMBINERS = ("sum", "mean")
 
 
+@unconverted
 def lookup_sparse(
     params: Any,
     sp_ids: Any,
@@ -59,11 +61,31 @@ def lookup_sparse(
         _require_variable(variable)
     tool()
     samples = [_Samples(i, w) for i, w in zip(ids, weights)]
-    rows, places = _rows(variables, [s.keys for s in samples], training, use_low_frequency_filter)
-    pooled = [_pool(*arguments) for arguments in zip(rows, places, samples, combiners)]
+    pooled: list[Any] = [None] * len(ids)
+    # On one rank the engine pools by itself, where nothing but the rows is asked of it.
+    alone = tool().size == 1 and not use_low_frequency_filter
+    quick = [i for i, v in enumerate(variables) if alone and weights[i] is None and _is_dynamic(v)]
+    if quick:
+        found = pool_rows(
+            [variables[i] for i in quick],
+            [samples[i].keys for i in quick],
+            [samples[i].sample_of for i in quick],
+            [samples[i].offsets() for i in quick],
+            [combiners[i] for i in quick],
+            training=training,
+        )
+        for i, vectors in zip(quick, found):
+            pooled[i] = vectors
+    rest = [i for i in range(len(ids)) if i not in quick]
+    if rest:
+        keys = [samples[i].keys for i in rest]
+        rows, places = _rows([variables[i] for i in rest], keys, training, use_low_frequency_filter)
+        for i, row, place in zip(rest, rows, places):
+            pooled[i] = _pool(row, place, samples[i], combiners[i])
     return pooled[0] if single else pooled
 
 
+@unconverted
 def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
     """indices.shape + (dimension,): a row for each key, from whichever rank has it."""
     _require_variable(param)
@@ -75,6 +97,7 @@ def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
     return tf.reshape(rows, tf.concat([tf.shape(indices), [param.dimension]], axis=0))
 
 
+@unconverted
 def sparse_read_and_evict(var: DynamicVariable, indices: Any, name: str | None = None) -> Any:
     """Rows of the keys on this rank, and the keys and rows that had to go to make room for them.
 
@@ -88,7 +111,7 @@ def sparse_read_and_evict(var: DynamicVariable, indices: Any, name: str | None =
         table = var.table
         table.set_eviction_log(EvictionLog.ROWS)
         try:
-            (vectors,) = look_up([table], [keys.reshape(-1)], training=True)
+            (vectors,) = look_up([Request(table, keys.reshape(-1))], training=True)
             gone = table.evictions()
         finally:
             table.set_eviction_log(EvictionLog.OFF)
@@ -112,10 +135,15 @@ def _require_variable(variable: Any) -> None:
         raise ValueError(f"params should be sok variables but one is: {type(variable).__name__}")
 
 
+def _is_dynamic(variable: Any) -> bool:
+    return isinstance(variable, DynamicVariable)
+
+
 class _Samples:
     """Keys (n), the sample of each (n), weights (n) or None, and the number of samples."""
 
     def __init__(self, ids: Any, weights: Any) -> None:
+        self._splits = ids.row_splits if isinstance(ids, tf.RaggedTensor) else None
         self.keys, self.sample_of, self.count = self._parts(ids, "sp_ids")
         if not self.keys.dtype.is_integer:
             raise ValueError(f"sp_ids should hold integers but hold: {self.keys.dtype.name}")
@@ -127,6 +155,16 @@ class _Samples:
             if None not in known and known[0] != known[1]:
                 raise ValueError(f"sp_weights should hold {known[0]} weights but hold: {known[1]}")
             self.weights = tf.cast(values, tf.float32)
+
+    def offsets(self) -> tf.Tensor:
+        """Where the keys of each sample begin, and where those of the last end."""
+        if self._splits is not None:
+            return tf.cast(self._splits, tf.int64)
+        ordered = tf.debugging.assert_non_negative(
+            self.sample_of[1:] - self.sample_of[:-1], "sp_ids should be in order: call tf.sparse.reorder"
+        )
+        with tf.control_dependencies([] if ordered is None else [ordered]):
+            return tf.searchsorted(self.sample_of, tf.range(self.count + 1), out_type=tf.int64)
 
     @staticmethod
     def _parts(value: Any, name: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -173,7 +211,7 @@ def _rows(
 def _local_rows(
     variables: Sequence[Any], keys: Sequence[tf.Tensor], training: bool, low_frequency_filter: bool
 ) -> list[tf.Tensor]:
-    dynamic = [i for i, v in enumerate(variables) if isinstance(v, DynamicVariable)]
+    dynamic = [i for i, v in enumerate(variables) if _is_dynamic(v)]
     rows: list[Any] = [None] * len(variables)
     if dynamic:
         found = read_rows(

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 import embstore
 from sparse_operation_kit import bridge
+from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.rules import Rule, read_rule, sgd_rule
 from sparse_operation_kit.static import StaticVariable
@@ -98,6 +99,7 @@ class RowOptimizer:
                 for name, value in zip(self.rule.slots, first)
             }
 
+    @unconverted
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
     ) -> Any:
