@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,16 @@ def test_two_ranks_look_up_train_and_dump_as_one_table_would(trained):
 @pytest.mark.timeout(450)
 def test_a_dump_of_two_ranks_loads_into_three(trained):
     launch(3, "load", trained)
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(450)
+def test_the_example_trains_on_two_ranks_and_finds_its_rows_again_after_a_reload():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = run([*torchrun, "examples/sok_dlrm.py", "--steps=60"], 400)
+    lines = re.findall(r"held-out loss ([0-9.]+), after a reload ([0-9.]+)", output)
+    assert len(lines) == 2 and len({loss for line in lines for loss in line}) == 1, output
+    assert float(lines[0][0]) < 0.63  # a model that learned nothing has ln 2
 
 
 @pytest.mark.multirank
