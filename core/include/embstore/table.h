@@ -178,6 +178,8 @@ class Table : public std::enable_shared_from_this<Table> {
 
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
+  // What the log keeps from now on. Empties it, since its entries have one form.
+  void set_eviction_log(EvictionLog log);
 
   // ---- over a store; without one these throw InvalidState ----
 
