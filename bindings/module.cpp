@@ -66,6 +66,9 @@ NB_MODULE(_core, m) {
   m.def("crc32_combine", &Crc32Combine, "crc_a"_a, "crc_b"_a, "bytes_of_b"_a);
   BindStore(m);
   BindTable(m);
+  BindInitializer(m);
   BindLookup(m);
   BindRouting(m);
+  BindParameterServer(m);
+  BindSlotMap(m);
 }

@@ -97,6 +97,11 @@ void BindTable(nb::module_& m) {
       .def_rw("clip_value", &StepOptions::clip_value)
       .def_rw("clip_norm", &StepOptions::clip_norm)
       .def_rw("eps", &StepOptions::eps)
+      .def_prop_rw("eps_placement",
+                   [](const StepOptions& step) { return static_cast<int>(step.eps_placement); },
+                   [](StepOptions& step, int placement) {
+                     step.eps_placement = static_cast<EpsPlacement>(placement);
+                   })
       .def_rw("beta1", &StepOptions::beta1)
       .def_rw("beta2", &StepOptions::beta2)
       .def_rw("bias_correction", &StepOptions::bias_correction)
@@ -104,11 +109,13 @@ void BindTable(nb::module_& m) {
       .def_rw("momentum", &StepOptions::momentum)
       .def_rw("dampening", &StepOptions::dampening)
       .def_rw("nesterov", &StepOptions::nesterov)
+      .def_rw("velocity", &StepOptions::velocity)
       .def_rw("rho", &StepOptions::rho)
       .def_rw("learning_rate_power", &StepOptions::learning_rate_power)
       .def_rw("lambda1", &StepOptions::lambda1)
       .def_rw("lambda2", &StepOptions::lambda2)
       .def_rw("beta", &StepOptions::beta)
+      .def_rw("l2_shrinkage", &StepOptions::l2_shrinkage)
       .def_rw("ftrl_paper_sign", &StepOptions::ftrl_paper_sign);
 
   m.def("optimizer_states", [](const std::string& optimizer, int64_t dim) {
@@ -197,9 +204,8 @@ void BindTable(nb::module_& m) {
           "initial_values",
           [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
             for (int64_t i = 0; i < n; ++i) {
-              table.initializer().Fill(
-                  Address<const int64_t>(keys)[i],
-                  {Address<float>(values) + i * table.dim(), static_cast<size_t>(table.dim())});
+              table.InitialVector(Address<const int64_t>(keys)[i],
+                                  Address<float>(values) + i * table.dim());
             }
           },
           Unlocked())
@@ -210,12 +216,12 @@ void BindTable(nb::module_& m) {
       .def(
           "apply_gradients",
           [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients, int dtype,
-             const StepOptions& step) {
+             const StepOptions& step, bool renew_scores) {
             VectorsView view;
             view.base = Address<void>(gradients);
             view.dtype = static_cast<DType>(dtype);
             view.stride = table.dim();
-            return ApplyGradientsByKey(table, Keys(keys, n), view, step);
+            return ApplyGradientsByKey(table, Keys(keys, n), view, step, renew_scores);
           },
           Unlocked())
       .def("clear", &Table::Clear, Unlocked())
@@ -272,7 +278,7 @@ void BindTable(nb::module_& m) {
           [](Table& table, uintptr_t keys, int64_t n) { return table.Prefetch(Keys(keys, n)); },
           Unlocked())
       .def("flush", &Table::Flush, Unlocked())
-      .def("snapshot", &Table::Snapshot, Unlocked(), "name"_a)
+      .def("snapshot", &Table::SaveSnapshot, Unlocked(), "name"_a)
       .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
       .def(
           "resident",
@@ -280,6 +286,9 @@ void BindTable(nb::module_& m) {
             table.Resident(Keys(keys, n), Address<uint8_t>(found));
           },
           Unlocked())
+      .def("set_eviction_log", [](Table& table, int log) {
+             table.set_eviction_log(static_cast<EvictionLog>(log));
+           }, Unlocked())
       .def("close", &Table::Close, Unlocked());
 
   nb::class_<Snapshot>(m, "Snapshot",

@@ -74,7 +74,14 @@ class Pool {
     }
     wake_.notify_all();
     Work();
-    while (running_.load(std::memory_order_acquire) > 0) Pause();
+    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
+      // A helper may wait for the very core that this thread is burning.
+      if (spins < kSpinsBeforeSleep) {
+        Pause();
+      } else {
+        std::this_thread::yield();
+      }
+    }
     std::exception_ptr error;
     std::swap(error, error_);
     if (error) std::rethrow_exception(error);

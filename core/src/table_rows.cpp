@@ -418,4 +418,10 @@ RowBlock Table::DrainEvictions() {
   return std::exchange(log_, {});
 }
 
+void Table::set_eviction_log(EvictionLog log) {
+  std::unique_lock guard(lock_);
+  options_.eviction_log = log;
+  log_ = {};
+}
+
 }  // namespace embstore

@@ -19,12 +19,14 @@ from embstore.optimizers import (
     Adam,
     Adamax,
     AdamW,
+    EpsPlacement,
     Ftrl,
     Optimizer,
     RowwiseAdagrad,
 )
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.ownership import Ownership, owner
+from embstore.slot_map import SlotMap
 from embstore.table import RefusedKeysError, Rows, Stats, Table
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
+    "EpsPlacement",
     "EvictionLog",
     "Ftrl",
     "IncrementLog",
@@ -70,6 +73,7 @@ __all__ = [
     "Rows",
     "RowwiseAdagrad",
     "ScoreStrategy",
+    "SlotMap",
     "Stats",
     "Table",
     "TableOptions",

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.optimizers import Optimizer
-from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
+from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.stores import Store, scan_handle
 
 
@@ -278,9 +278,12 @@ class Table:
         self.optimizer_step += count
         return options
 
-    def apply_gradients(self, keys: object, gradients: object, *, missing: str = "ignore") -> None:
+    def apply_gradients(
+        self, keys: object, gradients: object, *, missing: str = "ignore", renew_scores: bool = False
+    ) -> None:
         """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
-        moves once. Keys that are not there are passed by, or raise with missing="error"."""
+        moves once. Keys that are not there are passed by, or raise with missing="error". With
+        renew_scores the rows count as used now, as in a training lookup."""
         if missing not in ("ignore", "error"):
             raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")
         k = as_keys(keys)
@@ -288,7 +291,7 @@ class Table:
         if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
             raise KeyError(f"keys should all be in table {self.name!r} but some are not")
         step = self.step_options(count=False)
-        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step)
+        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step, renew_scores)
         self.optimizer_step += 1
 
     def report_refused(self, refused: int, n: int) -> None:
@@ -385,6 +388,10 @@ class Table:
     def restore_changes(self, changed: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> None:
         """Puts back what `take_changes` gave, by key, when it could not be used."""
         self._core.restore_changes(address(changed), len(changed), address(removed), len(removed))
+
+    def set_eviction_log(self, log: EvictionLog) -> None:
+        """What the log keeps from now on; what it holds is dropped."""
+        self._core.set_eviction_log(int(log))
 
     def evictions(self) -> Rows:
         """Takes what was evicted since the last call; empty unless eviction_log is set."""

@@ -1,4 +1,4 @@
-"""A trainer to be killed: prints the process id of a new one for every line it reads.
+"""A trainer to be killed: for every line it reads a new one, which prints its process id and "ready".
 
 Each generation assigns its number to every row, replaces a dump in one step, appends to a log, and
 compacts the log now and then.
@@ -57,6 +57,7 @@ def main(folder: Path) -> None:
     log = embstore.IncrementLog(folder / "log")
     log.load(tables, writable=True)
     number = generation_of(user)
+    print("ready", flush=True)
     while True:
         number += 1
         advance(user, number)
@@ -70,7 +71,7 @@ if __name__ == "__main__":
     for _ in sys.stdin:
         child = os.fork()
         if child == 0:
+            print(os.getpid(), flush=True)
             main(Path(sys.argv[1]))
-        print(child, flush=True)
         os.waitpid(child, 0)
         print("gone", flush=True)

@@ -141,3 +141,29 @@ def load_log(path: str) -> dict[str, Any]:
     tables = collections()
     embstore.IncrementLog(Path(path)).load(tables)
     return rows_of(tables)
+
+
+def save_with_torch(path: str) -> dict[str, Any]:
+    """torch.distributed.checkpoint with tables beside a dense module."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from embstore.checkpoint.torch_checkpoint import TablesState
+
+    tables, dense = collections(), torch.nn.Linear(3, 2)
+    train(tables, 0, 5)
+    dcp.save({"model": dense, "tables": TablesState(tables, ownership=OWNERSHIP)}, checkpoint_id=path)
+    return {"rows": rows_of(tables), "losses": train(tables, 5, 3), "dense": dense.weight.tolist()}
+
+
+def load_with_torch(path: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from embstore.checkpoint.torch_checkpoint import TablesState
+
+    tables, dense = collections(), torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(dense.weight)
+    state = TablesState(tables, ownership=OWNERSHIP, saved_in=path)
+    dcp.load({"model": dense, "tables": state}, checkpoint_id=path)
+    return {"rows": rows_of(tables), "losses": train(tables, 5, 3), "dense": dense.weight.tolist()}

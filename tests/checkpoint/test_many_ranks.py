@@ -126,3 +126,12 @@ def test_a_log_of_three_ranks_is_followed_by_two(tmp_path: Path) -> None:
     require_same(whole(trainer, None), whole(ranks.run(2, jobs.load_log, str(tmp_path / "log")), None))
     embstore.IncrementLog(tmp_path / "log").compact()
     require_same(whole(trainer, None), whole(ranks.run(1, jobs.load_log, str(tmp_path / "log")), None))
+
+
+@pytest.mark.parametrize("world, other", [(2, 2), (2, 3), (3, 1)])
+def test_torch_distributed_checkpoint_holds_tables_too(tmp_path: Path, world: int, other: int) -> None:
+    before = ranks.run(world, jobs.save_with_torch, str(tmp_path / "c"))
+    after = ranks.run(other, jobs.load_with_torch, str(tmp_path / "c"))
+    require_same(whole(before), whole(after))
+    np.testing.assert_allclose(after[0]["losses"], before[0]["losses"], rtol=1e-12)
+    assert after[0]["dense"] == before[0]["dense"]

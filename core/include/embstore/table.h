@@ -178,6 +178,8 @@ class Table : public std::enable_shared_from_this<Table> {
 
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
+  // What the log keeps from now on. Empties it, since its entries have one form.
+  void set_eviction_log(EvictionLog log);
 
   // ---- over a store; without one these throw InvalidState ----
 
@@ -187,7 +189,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // Writes every dirty row down and flushes the store.
   void Flush();
   // Flush, then a snapshot of the store; no training step comes between.
-  void Snapshot(const std::string& name);
+  void SaveSnapshot(const std::string& name);
   // Replaces the contents of table and store. Throws and leaves both as they were when the snapshot
   // cannot be read.
   void LoadSnapshot(const std::string& name);

@@ -163,6 +163,9 @@ class DumpTable:
 
     @property
     def bytes(self) -> int:
+        """Of all files of the table."""
+        if self.entry:
+            return sum(stored["bytes"] for stored in self.entry.files.values())
         return sum(path.stat().st_size for part in self.found.parts for path in part.files)
 
     @property
