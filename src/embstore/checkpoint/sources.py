@@ -40,7 +40,8 @@ def table_source(collection: str, table: Table, optim: bool, ownership: Ownershi
     """The rows of a table as they are now, whatever happens to it later. Of a table over a store they are
     read as they come, and a change in between raises."""
     if table.store is not None:
-        return block_source(collection, TableSpec.of(table), len(table), table.export(), ownership=ownership)
+        count = sum(len(rows) for rows in table.export(with_values=False, with_states=False))
+        return block_source(collection, TableSpec.of(table), count, table.export(), ownership=ownership)
     snapshot: list[Any] = [table.snapshot()]
 
     def read(buffer: Rows) -> int:
