@@ -3,16 +3,21 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
+#include "embstore/ssd_store.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -199,7 +204,7 @@ std::span<const int64_t> Keys(uintptr_t address, int64_t n) {
 }
 
 // (keys, rows, scores) of the next block, or None after the last.
-nb::object NextBlock(StoreScanner& scanner, int64_t max_rows, int64_t row_bytes) {
+std::optional<nb::tuple> NextBlock(StoreScanner& scanner, int64_t max_rows, int64_t row_bytes) {
   auto* block = new StoredRows;
   nb::capsule owner(block, [](void* p) noexcept { delete static_cast<StoredRows*>(p); });
   {
@@ -207,7 +212,7 @@ nb::object NextBlock(StoreScanner& scanner, int64_t max_rows, int64_t row_bytes)
     scanner.Next(max_rows, *block);
   }
   const size_t n = block->keys.size();
-  if (n == 0) return nb::none();
+  if (n == 0) return std::nullopt;
   return nb::make_tuple(nb::ndarray<nb::numpy, int64_t>(block->keys.data(), {n}, owner),
                         nb::ndarray<nb::numpy, uint8_t>(block->rows.data(),
                                                         {n, static_cast<size_t>(row_bytes)}, owner),
@@ -253,6 +258,39 @@ void BindStore(nb::module_& m) {
       .def("load_snapshot", &Store::LoadSnapshot, Unlocked(), "name"_a)
       .def("scan", &Store::Scan, nb::keep_alive<0, 1>(), Unlocked());
 
+  // Files and directories fail with an errno, which makes the OSError that Python users expect.
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+      const nb::object value =
+          nb::handle(PyExc_OSError)(error.code().value(), std::string(error.what()));
+      PyErr_SetObject(value.type().ptr(), value.ptr());
+    }
+  });
+
+  nb::class_<SsdStoreStats>(m, "SsdStoreStats")
+      .def_ro("rows", &SsdStoreStats::rows)
+      .def_ro("index_bytes", &SsdStoreStats::index_bytes)
+      .def_ro("file_bytes", &SsdStoreStats::file_bytes)
+      .def_ro("bytes_put", &SsdStoreStats::bytes_put)
+      .def_ro("bytes_written", &SsdStoreStats::bytes_written)
+      .def_ro("moved_rows", &SsdStoreStats::moved_rows)
+      .def_ro("direct", &SsdStoreStats::direct);
+  nb::class_<SsdStore, Store>(m, "SsdStore")
+      .def("stats", &SsdStore::stats, Unlocked())
+      .def("snapshots", &SsdStore::Snapshots, Unlocked())
+      .def("delete_snapshot", &SsdStore::DeleteSnapshot, Unlocked(), "name"_a)
+      .def("close", &SsdStore::Close, Unlocked());
+  m.def(
+      "ssd_store",
+      [](const std::string& path, int64_t row_bytes, int64_t key_bytes,
+         int64_t physical_block_bytes, int64_t capacity_rows, bool direct, bool create) {
+        return SsdStore::Open(
+            {path, row_bytes, key_bytes, physical_block_bytes, capacity_rows, direct, create});
+      },
+      Unlocked(), "path"_a, "row_bytes"_a, "key_bytes"_a, "physical_block_bytes"_a,
+      "capacity_rows"_a, "direct"_a, "create"_a);
   m.def("memory_store", &MakeMemoryStore, "row_bytes"_a, "capacity_rows"_a);
   m.def("null_store", &MakeNullStore, "row_bytes"_a);
   m.def(

@@ -150,7 +150,7 @@ void SlotMap::Free(Slot at) {
 }
 
 Slot SlotMap::InsertKey(int64_t key, uint64_t record) {
-  Slot at = index_.InsertIfRoom(key, record);
+  Slot at = index_.FindOrInsert(key, record).slot;
   while (at == kNoSlot) {  // a bucket met far more keys than its share
     if (!index_.CanGrow()) {
       throw InvalidState("too many keys share a bucket of the index of " + std::to_string(slots_) +
@@ -158,7 +158,7 @@ Slot SlotMap::InsertKey(int64_t key, uint64_t record) {
     }
     index_.Grow([](Slot, Slot) {});
     hand_ = 0;
-    at = index_.InsertIfRoom(key, record);
+    at = index_.FindOrInsert(key, record).slot;
   }
   return at;
 }

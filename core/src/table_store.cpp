@@ -34,11 +34,11 @@ FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing)
   return FetchedRows(*options_.store, keys, missing, /*with_scores=*/counts_occurrences());
 }
 
-void Table::FillRow(Slot slot, int64_t key, const FetchedRows& below) {
+void Table::FillRow(Slot slot, int64_t key, const FetchedRows& below, const float* initial) {
   const FetchedRows::Row fetched = below.Find(key);
   if (tracks_dirty()) dirty_[static_cast<size_t>(slot)] = 0;
   if (!fetched.data) {
-    InitRow(slot, key);
+    InitRow(slot, key, initial);
     return;
   }
   std::memcpy(row(slot), fetched.data, static_cast<size_t>(stored_row_bytes()));
@@ -68,6 +68,7 @@ void Table::WriteBack(std::span<const Evicted> rows) {
       std::memcpy(buffer.as<std::byte>() + j * bytes, row(gone.slot), bytes);
     }
     options_.store->Put(keys, buffer.as<std::byte>(), scores.data());
+    if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
     for (size_t j = 0; j < n; ++j) dirty_[static_cast<size_t>(dirty[begin + j]->slot)] = 0;
     stats_.write_backs += static_cast<int64_t>(n);
   }
@@ -88,7 +89,7 @@ void Table::Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> mis
   for (uint32_t i : missing) slots[i] = index_->Find(keys[i]);
 }
 
-void Table::BringUp(std::span<const int64_t> keys, Slot* slots) {
+std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Slot* slots) const {
   const auto n = static_cast<int64_t>(keys.size());
   std::vector<uint32_t> missing;
   for (int64_t i = 0; i < n; i += kProbeBlock) {
@@ -98,24 +99,64 @@ void Table::BringUp(std::span<const int64_t> keys, Slot* slots) {
       if (slots[j] == kNoSlot) missing.push_back(static_cast<uint32_t>(j));
     }
   }
-  if (!options_.store || missing.empty()) return;
-  const FetchedRows below = Fetch(keys.data(), missing);
+  return missing;
+}
+
+// Gives those of the missing keys a slot that were fetched.
+void Table::Install(std::span<const int64_t> keys, Slot* slots, std::vector<uint32_t> missing,
+                    const FetchedRows& below) {
   std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
+  if (missing.empty()) return;
   // The lowest score: a row that is brought up and then not used goes first.
-  if (!missing.empty()) InsertMissing(keys.data(), slots, missing, 1, below);
+  InsertMissing(keys.data(), slots, missing, 1, below, nullptr);
   if (!counts_occurrences()) return;
   for (uint32_t i : missing) {  // coming up is no occurrence
-    if (slots[i] != kNoSlot)
-      index_->set_score(slots[i], std::max<uint64_t>(below.Find(keys[i]).score, 1));
+    if (slots[i] == kNoSlot) continue;
+    index_->set_score(slots[i], std::max<uint64_t>(below.Find(keys[i]).score, 1));
   }
+}
+
+void Table::BringUp(std::span<const int64_t> keys, Slot* slots) {
+  std::vector<uint32_t> missing = FindMissing(keys, slots);
+  if (!options_.store || missing.empty()) return;
+  const FetchedRows below = Fetch(keys.data(), missing);
+  Install(keys, slots, std::move(missing), below);
 }
 
 std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   RequireStore();
   auto list = std::make_unique<SlotList>(shared_from_this(), static_cast<int64_t>(keys.size()));
+  Slot* slots = list->data();
   std::unique_lock guard(lock_);
   RequireOpen();
-  BringUp(keys, list->data());
+  std::vector<uint32_t> missing = FindMissing(keys, slots);
+  if (missing.empty()) return list;
+  ++prefetches_;
+  const uint64_t contents = contents_;
+  guard.unlock();
+  FetchedRows below;
+  std::exception_ptr failure;
+  try {
+    below = Fetch(keys.data(), missing);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  guard.lock();
+  const bool all_changed = contents != contents_;
+  std::vector<uint32_t> current, stale;
+  for (uint32_t i : missing) {
+    slots[i] = index_ ? index_->Find(keys[i]) : kNoSlot;
+    if (slots[i] != kNoSlot) continue;  // the training brought it up itself
+    (all_changed || changed_below_.contains(keys[i]) ? stale : current).push_back(i);
+  }
+  if (--prefetches_ == 0) changed_below_.clear();
+  if (failure) std::rethrow_exception(failure);
+  RequireOpen();
+  Install(keys, slots, std::move(current), below);
+  if (!stale.empty()) {
+    below = Fetch(keys.data(), stale);
+    Install(keys, slots, std::move(stale), below);
+  }
   return list;
 }
 
@@ -141,7 +182,7 @@ void Table::Flush() {
   store.Flush();
 }
 
-void Table::Snapshot(const std::string& name) {
+void Table::SaveSnapshot(const std::string& name) {
   Store& store = RequireStore();
   std::unique_lock guard(lock_);
   RequireOpen();

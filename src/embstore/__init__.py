@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from embstore import stores
 from embstore._core import get_num_threads, isa, set_num_threads
+from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
 from embstore.optimizers import (
     SGD,
@@ -18,6 +19,7 @@ from embstore.optimizers import (
     Adam,
     Adamax,
     AdamW,
+    EpsPlacement,
     Ftrl,
     Optimizer,
     RowwiseAdagrad,
@@ -51,6 +53,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "CheckMode",
+    "CheckpointError",
     "Constant",
     "DType",
     "Debug",
@@ -58,8 +61,10 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
+    "EpsPlacement",
     "EvictionLog",
     "Ftrl",
+    "IncrementLog",
     "Initializer",
     "Normal",
     "Optimizer",
@@ -74,8 +79,11 @@ __all__ = [
     "TableOptions",
     "TruncatedNormal",
     "Uniform",
+    "dump",
     "get_num_threads",
     "isa",
+    "load",
+    "open_dump",
     "owner",
     "set_num_threads",
     "stores",

@@ -47,6 +47,29 @@ class Initializer:
         return out
 
 
+def initial_values(
+    initializer: Initializer, keys: object, dim: int, *, seed: int = 0, stream: str = ""
+) -> npt.NDArray[np.float32]:
+    """The vectors (n, dim) that keys start with in a table of this initializer, seed and name.
+
+    >>> initial_values(Constant(2.0), [7, -1], dim=3).tolist()
+    [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
+    """
+    flat = np.ascontiguousarray(keys, np.int64).reshape(-1)
+    out = np.empty((len(flat), dim), np.float32)
+    _core.initial_values(
+        initializer.code,
+        initializer.values(),
+        seed & 0xFFFF_FFFF_FFFF_FFFF,
+        stream,
+        flat.ctypes.data,
+        len(flat),
+        dim,
+        out.ctypes.data,
+    )
+    return out
+
+
 @dataclass(frozen=True)
 class Constant(Initializer):
     """Every component is `value`."""

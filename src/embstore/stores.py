@@ -13,6 +13,7 @@ travels with its score:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -165,7 +166,8 @@ def scan_handle(
         raise ValueError(f"block_rows should be at least 1 but is: {block_rows}")
     scanner = handle.scan()
     while (block := scanner.next(block_rows, handle.row_bytes)) is not None:
-        yield block
+        keys, rows, scores = block
+        yield keys, rows, scores
 
 
 class MemoryStore(EngineStore):
@@ -180,3 +182,58 @@ class NullStore(EngineStore):
 
     def __init__(self, row_bytes: int) -> None:
         super().__init__(_core.null_store(row_bytes))
+
+
+class SsdStore(EngineStore):
+    """Rows in files under a directory, with an index of at most 24 bytes a key in memory.
+
+    path                  the directory; made where there is none. One process at a time
+    key_bytes             8, or 4 where keys fit int32
+    physical_block_bytes  4096 or 512: what the device reads at once
+    capacity_rows         beyond it `put` raises and takes nothing (0: no bound)
+    direct                reads and writes go past the page cache, where the filesystem can do that
+    create                False: only read a store that is there; several processes may do that at once
+
+    Only snapshots outlive the process: a directory that is opened is empty until `load_snapshot`.
+    Several live side by side; what one of them names is neither overwritten nor moved until
+    `delete_snapshot`. Files that cannot be read or written raise OSError, damaged rows RuntimeError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        row_bytes: int,
+        *,
+        key_bytes: int = 8,
+        physical_block_bytes: int = 4096,
+        capacity_rows: int = 0,
+        direct: bool = True,
+        create: bool = True,
+    ) -> None:
+        self.path = os.fspath(path)
+        self._ssd = _core.ssd_store(
+            self.path, row_bytes, key_bytes, physical_block_bytes, capacity_rows, direct, create
+        )
+        super().__init__(self._ssd)
+
+    def snapshots(self) -> list[str]:
+        """The names of all snapshots."""
+        return self._ssd.snapshots()
+
+    def delete_snapshot(self, name: str) -> None:
+        """Removes a snapshot; the places of its rows can be used again."""
+        self._ssd.delete_snapshot(name)
+
+    def stats(self) -> _core.SsdStoreStats:
+        """Rows, bytes in memory and in files, and bytes put and written since it was opened."""
+        return self._ssd.stats()
+
+    def close(self) -> None:
+        """Gives the directory free. Every other use raises RuntimeError afterwards."""
+        self._ssd.close()
+
+    def __enter__(self) -> SsdStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
