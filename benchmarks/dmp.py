@@ -1,8 +1,8 @@
 """A training step of DistributedModelParallel: dynamic tables against TorchRec's static ones.
 
-26 features with a table each, dim 32, 4,096 samples of 10 ids a rank, forward and backward with the update. Both
-models live in the same processes and step in turns. A static table gets row numbers, a dynamic one those numbers
-scattered over int64. Two ranks have one thread each, as there are two cores.
+26 features with a table each, dim 32, 4,096 samples of 10 ids a rank, forward and backward with the update.
+Both models live in the same processes and step in turns. A static table gets row numbers, a dynamic one those
+numbers scattered over int64. Two ranks have one thread each, as there are two cores.
 
 Static tables are shown row-wise, as dynamic ones are sharded, and table-wise, which is TorchRec's fastest.
 """

@@ -64,7 +64,11 @@ NB_MODULE(_core, m) {
       },
       "data"_a, "bytes"_a, "crc"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("crc32_combine", &Crc32Combine, "crc_a"_a, "crc_b"_a, "bytes_of_b"_a);
+  BindStore(m);
   BindTable(m);
+  BindInitializer(m);
   BindLookup(m);
   BindRouting(m);
+  BindParameterServer(m);
+  BindSlotMap(m);
 }

@@ -28,9 +28,8 @@ nb::tuple PyRoute(uintptr_t keys, int64_t n, uintptr_t offsets, int64_t cells, u
   }
   return nb::make_tuple(
       nb::ndarray<nb::numpy, int64_t>(route->keys.data(), {route->keys.size()}, owner),
-      nb::ndarray<nb::numpy, int32_t>(route->counts.data(),
-                                      {static_cast<size_t>(world), static_cast<size_t>(cells)},
-                                      owner),
+      nb::ndarray<nb::numpy, int32_t>(
+          route->counts.data(), {static_cast<size_t>(world), static_cast<size_t>(cells)}, owner),
       nb::ndarray<nb::numpy, int64_t>(route->index.data(), {route->index.size()}, owner));
 }
 
@@ -39,15 +38,15 @@ nb::tuple PyRoute(uintptr_t keys, int64_t n, uintptr_t offsets, int64_t cells, u
 void BindRouting(nb::module_& m) {
   m.def("route_keys", &PyRoute, "keys"_a, "n"_a, "offsets"_a, "cells"_a, "world"_a, "ownership"_a,
         "unique"_a);
-  m.def("sum_rows",
-        [](uintptr_t vectors, uintptr_t index, int64_t n, int64_t dim, int64_t rows,
-           uintptr_t out) {
-          SumRows(Address<const float>(vectors),
-                  {Address<const int64_t>(index), static_cast<size_t>(n)}, dim, rows,
-                  Address<float>(out));
-        },
-        nb::call_guard<nb::gil_scoped_release>(), "vectors"_a, "index"_a, "n"_a, "dim"_a, "rows"_a,
-        "out"_a);
+  m.def(
+      "sum_rows",
+      [](uintptr_t vectors, uintptr_t index, int64_t n, int64_t dim, int64_t rows, uintptr_t out) {
+        SumRows(Address<const float>(vectors),
+                {Address<const int64_t>(index), static_cast<size_t>(n)}, dim, rows,
+                Address<float>(out));
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "vectors"_a, "index"_a, "n"_a, "dim"_a, "rows"_a,
+      "out"_a);
 }
 
 }  // namespace embstore

@@ -6,6 +6,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -42,13 +43,27 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
       ToNumpy(std::move(block.states), state_rows, width), ToNumpy(std::move(block.scores), n));
 }
 
+InitializerOptions InitializerFrom(int kind, const std::vector<double>& values) {
+  const auto number = [&](size_t i) { return static_cast<float>(values.at(i)); };
+  InitializerOptions options;
+  options.kind = static_cast<InitializerKind>(kind);
+  options.value = number(0);
+  options.mean = number(1);
+  options.std_dev = number(2);
+  options.lower = number(3);
+  options.upper = number(4);
+  Validate(options);
+  return options;
+}
+
 std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
                                  int64_t init_capacity, int64_t max_capacity,
                                  int64_t bucket_capacity, double max_load_factor,
                                  const std::string& optimizer, double initial_accumulator,
                                  int initializer, const std::vector<double>& initializer_values,
                                  int score_strategy, uint64_t seed, int eviction_log,
-                                 int64_t eviction_log_capacity) {
+                                 int64_t eviction_log_capacity, int64_t admission_threshold,
+                                 std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -56,17 +71,13 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.index = {init_capacity, max_capacity, bucket_capacity, max_load_factor};
   options.optimizer.kind = OptimizerFromName(optimizer);
   options.optimizer.initial_accumulator = static_cast<float>(initial_accumulator);
-  options.initializer.kind = static_cast<InitializerKind>(initializer);
-  const auto number = [&](size_t i) { return static_cast<float>(initializer_values.at(i)); };
-  options.initializer.value = number(0);
-  options.initializer.mean = number(1);
-  options.initializer.std_dev = number(2);
-  options.initializer.lower = number(3);
-  options.initializer.upper = number(4);
+  options.initializer = InitializerFrom(initializer, initializer_values);
   options.score_strategy = static_cast<ScoreStrategy>(score_strategy);
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
+  options.admission_threshold = admission_threshold;
+  options.store = std::move(store);
   return Table::Create(options);
 }
 
@@ -86,6 +97,11 @@ void BindTable(nb::module_& m) {
       .def_rw("clip_value", &StepOptions::clip_value)
       .def_rw("clip_norm", &StepOptions::clip_norm)
       .def_rw("eps", &StepOptions::eps)
+      .def_prop_rw("eps_placement",
+                   [](const StepOptions& step) { return static_cast<int>(step.eps_placement); },
+                   [](StepOptions& step, int placement) {
+                     step.eps_placement = static_cast<EpsPlacement>(placement);
+                   })
       .def_rw("beta1", &StepOptions::beta1)
       .def_rw("beta2", &StepOptions::beta2)
       .def_rw("bias_correction", &StepOptions::bias_correction)
@@ -93,11 +109,13 @@ void BindTable(nb::module_& m) {
       .def_rw("momentum", &StepOptions::momentum)
       .def_rw("dampening", &StepOptions::dampening)
       .def_rw("nesterov", &StepOptions::nesterov)
+      .def_rw("velocity", &StepOptions::velocity)
       .def_rw("rho", &StepOptions::rho)
       .def_rw("learning_rate_power", &StepOptions::learning_rate_power)
       .def_rw("lambda1", &StepOptions::lambda1)
       .def_rw("lambda2", &StepOptions::lambda2)
       .def_rw("beta", &StepOptions::beta)
+      .def_rw("l2_shrinkage", &StepOptions::l2_shrinkage)
       .def_rw("ftrl_paper_sign", &StepOptions::ftrl_paper_sign);
 
   m.def("optimizer_states", [](const std::string& optimizer, int64_t dim) {
@@ -109,6 +127,23 @@ void BindTable(nb::module_& m) {
     return states;
   });
 
+  m.def(
+      "initial_values",
+      [](int kind, const std::vector<double>& values, uint64_t seed, const std::string& stream,
+         uintptr_t keys, int64_t n, int64_t dim, uintptr_t out) {
+        const Initializer initializer(InitializerFrom(kind, values), seed, stream);
+        for (int64_t i = 0; i < n; ++i) {
+          initializer.Fill(Address<const int64_t>(keys)[i],
+                           {Address<float>(out) + i * dim, static_cast<size_t>(dim)});
+        }
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def("stored_row_bytes", [](int64_t dim, int dtype, const std::string& optimizer) {
+    OptimizerOptions options;
+    options.kind = OptimizerFromName(optimizer);
+    return StoredRowBytes(dim, static_cast<DType>(dtype), options);
+  });
+
   nb::class_<TableStats>(m, "TableStats")
       .def_ro("size", &TableStats::size)
       .def_ro("capacity", &TableStats::capacity)
@@ -118,7 +153,10 @@ void BindTable(nb::module_& m) {
       .def_ro("evictions", &TableStats::evictions)
       .def_ro("refusals", &TableStats::refusals)
       .def_ro("log_dropped", &TableStats::log_dropped)
-      .def_ro("bytes", &TableStats::bytes);
+      .def_ro("unadmitted", &TableStats::unadmitted)
+      .def_ro("bytes", &TableStats::bytes)
+      .def_ro("fetches", &TableStats::fetches)
+      .def_ro("write_backs", &TableStats::write_backs);
 
   nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
 
@@ -127,7 +165,8 @@ void BindTable(nb::module_& m) {
       .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
-           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a)
+           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "admission_threshold"_a,
+           "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -165,9 +204,8 @@ void BindTable(nb::module_& m) {
           "initial_values",
           [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
             for (int64_t i = 0; i < n; ++i) {
-              table.initializer().Fill(
-                  Address<const int64_t>(keys)[i],
-                  {Address<float>(values) + i * table.dim(), static_cast<size_t>(table.dim())});
+              table.InitialVector(Address<const int64_t>(keys)[i],
+                                  Address<float>(values) + i * table.dim());
             }
           },
           Unlocked())
@@ -178,12 +216,12 @@ void BindTable(nb::module_& m) {
       .def(
           "apply_gradients",
           [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients, int dtype,
-             const StepOptions& step) {
+             const StepOptions& step, bool renew_scores) {
             VectorsView view;
             view.base = Address<void>(gradients);
             view.dtype = static_cast<DType>(dtype);
             view.stride = table.dim();
-            return ApplyGradientsByKey(table, Keys(keys, n), view, step);
+            return ApplyGradientsByKey(table, Keys(keys, n), view, step, renew_scores);
           },
           Unlocked())
       .def("clear", &Table::Clear, Unlocked())
@@ -226,6 +264,31 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
+      .def(
+          "set_optimizer",
+          [](Table& table, const std::string& name, double initial_accumulator) {
+            OptimizerOptions options;
+            options.kind = OptimizerFromName(name);
+            options.initial_accumulator = static_cast<float>(initial_accumulator);
+            table.SetOptimizer(options);
+          },
+          Unlocked(), "optimizer"_a, "initial_accumulator"_a)
+      .def(
+          "prefetch",
+          [](Table& table, uintptr_t keys, int64_t n) { return table.Prefetch(Keys(keys, n)); },
+          Unlocked())
+      .def("flush", &Table::Flush, Unlocked())
+      .def("snapshot", &Table::SaveSnapshot, Unlocked(), "name"_a)
+      .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
+      .def(
+          "resident",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+            table.Resident(Keys(keys, n), Address<uint8_t>(found));
+          },
+          Unlocked())
+      .def("set_eviction_log", [](Table& table, int log) {
+             table.set_eviction_log(static_cast<EvictionLog>(log));
+           }, Unlocked())
       .def("close", &Table::Close, Unlocked());
 
   nb::class_<Snapshot>(m, "Snapshot",

@@ -5,8 +5,7 @@
 
 A click model of the DLRM shape: 13 numbers and 26 categorical features a sample, each feature with a dynamic
 table of its own. Ids are any 64-bit numbers; every step brings some that nobody has seen. One line of the
-output is one stretch of training; the last lines show where the rows live, that evaluation stores nothing, and
-that ranks agree.
+output is one stretch of training; the last lines show where the rows live and that evaluation stores nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ import argparse
 import logging
 import os
 import warnings
-
-logging.disable(logging.WARNING)  # TorchRec's planner has much to tell
-warnings.filterwarnings("ignore", module="torch")
 
 import torch
 import torch.distributed as dist
@@ -114,10 +110,14 @@ def rows_of(model: nn.Module) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--samples", type=int, default=256, help="of each rank in a step")
     arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # TorchRec's planner has much to tell
+    warnings.filterwarnings("ignore", module="torch")
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
     dist.init_process_group("gloo")

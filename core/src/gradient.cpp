@@ -145,6 +145,8 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
                            sorted.data(), static_cast<int64_t>(sorted.size()), work->gradients,
                            scratch.data());
+    if (!table.tracks_dirty()) return;
+    for (const Occurrence& occurrence : sorted) table.MarkDirty(static_cast<Slot>(occurrence.slot));
   });
 }
 
@@ -207,20 +209,41 @@ void WeightGradients(const GradientRequest& request, float* out) {
 }
 
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
-                            const VectorsView& gradients, const StepOptions& step) {
+                            const VectorsView& gradients, const StepOptions& step,
+                            bool renew_scores) {
+  RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   const SlotList list(table.shared_from_this(), n);
-  {
-    std::shared_lock guard(table.lock());
-    table.RequireOpen();
+  const auto find_all = [&](ScoreUpdate update, uint64_t score) {
     const IndexView index = table.index();
     ParallelFor((n + 4095) / 4096, [&](int64_t task) {
       const int64_t end = std::min((task + 1) * 4096, n);
       for (int64_t i = task * 4096; i < end; i += kProbeBlock) {
         ActiveKernels().find(index, keys.data() + i, std::min(kProbeBlock, end - i),
-                             list.data() + i, ScoreUpdate::kKeep, 0, nullptr);
+                             list.data() + i, update, score, nullptr);
       }
     });
+  };
+  int64_t missing = 0;
+  if (table.store() || renew_scores) {
+    std::unique_lock guard(table.lock());
+    table.RequireOpen();
+    if (table.store()) table.BringUp(keys, list.data());
+    if (renew_scores) {
+      const Table::BatchScore batch = table.NextBatchScore();
+      if (table.watched()) {
+        find_all(ScoreUpdate::kKeep, 0);
+        table.BeforeChange({list.data(), static_cast<size_t>(n)});
+      }
+      find_all(batch.update, batch.score);
+    }
+    // Later another thread may grow the table, which rewrites the list.
+    missing = std::count(list.data(), list.data() + n, kNoSlot);
+  } else {
+    std::shared_lock guard(table.lock());
+    table.RequireOpen();
+    find_all(ScoreUpdate::kKeep, 0);
+    missing = std::count(list.data(), list.data() + n, kNoSlot);
   }
   // Between the two locks the list keeps its rows where they are, or follows them.
   GradientRequest request;
@@ -228,7 +251,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   request.gradients = gradients;
   request.step = step;
   ApplyGradients({&request, 1});
-  return std::count(list.data(), list.data() + n, kNoSlot);
+  return missing;
 }
 
 }  // namespace embstore

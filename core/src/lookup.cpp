@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "fetched_rows.h"
 
 namespace embstore {
 namespace {
@@ -26,11 +27,13 @@ struct Work {
   Table::BatchScore score{ScoreUpdate::kKeep, 0};
   std::vector<Piece> pieces;
   std::vector<uint32_t> missing;  // of all pieces
+  std::vector<uint32_t> waiting;  // of a training batch: those that are not to be stored yet
   std::vector<float> extra;       // vectors of keys that are not stored
   int64_t refused = 0;
 
   Work(const LookupRequest* from, Slot* to) : request(from), slots(to) {}
 
+  bool has_store() const { return request->table->store() != nullptr; }
   bool pooled() const { return request->pooling != Pooling::kNone; }
   const float* extra_rows() const { return extra.empty() ? nullptr : extra.data(); }
 
@@ -102,8 +105,8 @@ struct Work {
   void Gather(const RowsView& rows, int64_t begin, int64_t end) const {
     const VectorsView& out = request->out;
     const auto gather = [&](int64_t from, int64_t until, int64_t position) {
-      auto* to = static_cast<std::byte*>(out.base) +
-                 position * static_cast<int64_t>(SizeOf(out.dtype));
+      auto* to =
+          static_cast<std::byte*>(out.base) + position * static_cast<int64_t>(SizeOf(out.dtype));
       ActiveKernels().gather(rows, slots + from, until - from, extra_rows(), to, out.dtype,
                              out.stride);
     };
@@ -150,24 +153,52 @@ struct Work {
     }
   }
 
+  // The vector that a new row of this occurrence would begin with.
+  void InitialVector(uint32_t occurrence, float* vector) const {
+    const auto dim = static_cast<size_t>(request->table->dim());
+    if (request->initial) {
+      std::copy_n(request->initial + occurrence * dim, dim, vector);
+    } else {
+      request->table->InitialVector(request->keys[occurrence], vector);
+    }
+  }
+
+  // Training: initial values for the keys that are not to be stored yet.
   void UseInitialValues() {
     const auto dim = static_cast<size_t>(request->table->dim());
+    extra.resize(waiting.size() * dim);
+    for (size_t j = 0; j < waiting.size(); ++j) {
+      InitialVector(waiting[j], extra.data() + j * dim);
+      slots[waiting[j]] = ExtraRow(static_cast<int64_t>(j));
+    }
+  }
+
+  // Evaluation: vectors from the store below, else initial values where they are wanted. What is
+  // left reads zero, as Answer wrote it.
+  void UseOtherVectors(bool initial) {
+    const Table& table = *request->table;
+    const auto dim = static_cast<size_t>(table.dim());
+    const FetchedRows below = table.Fetch(request->keys.data(), missing);
     extra.resize(missing.size() * dim);
     for (size_t j = 0; j < missing.size(); ++j) {
-      request->table->initializer().Fill(request->keys[missing[j]], {extra.data() + j * dim, dim});
+      const int64_t key = request->keys[missing[j]];
+      float* vector = extra.data() + j * dim;
+      if (const std::byte* row = below.Find(key).data) {
+        ActiveKernels().load_vector(row, table.dim(), table.options().dtype, vector);
+      } else if (initial) {
+        InitialVector(missing[j], vector);
+      } else {
+        continue;
+      }
       slots[missing[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
 };
 
 void Validate(std::span<const LookupRequest> requests) {
-  constexpr size_t kMaxKeys = size_t{1} << 32;
   std::vector<const Table*> tables;
   for (const LookupRequest& request : requests) {
-    if (request.keys.size() >= kMaxKeys) {
-      throw InvalidArgument("keys should be fewer than 2^32 in a call but are: " +
-                            std::to_string(request.keys.size()));
-    }
+    RequireBatchSize(request.keys.size());
     ValidateLayout(request.pooling, request.offsets, static_cast<int64_t>(request.keys.size()),
                    request.out);
     tables.push_back(request.table.get());
@@ -199,8 +230,9 @@ void InsertAll(std::vector<Work>& works) {
     if (!work.missing.empty()) busy.push_back(&work);
   }
   const auto insert = [](Work& work) {
-    work.refused = work.request->table->InsertMissing(work.request->keys.data(), work.slots,
-                                                      work.missing, work.score.score);
+    work.refused =
+        work.request->table->InsertMissing(work.request->keys.data(), work.slots, work.missing,
+                                           work.score.score, work.request->initial);
   };
   // Many tables share the threads between them, few share them inside.
   if (static_cast<int>(busy.size()) >= NumThreads()) {
@@ -224,19 +256,32 @@ void Run(std::vector<Work>& works, Access access) {
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();
-    if (access == Access::kReadInitial) work.UseInitialValues();
+    if (access == Access::kReadInitial || (access == Access::kReadZero && work.has_store())) {
+      work.UseOtherVectors(access == Access::kReadInitial);
+    }
     if (access == Access::kTrain) {
       work.request->table->CountHits(
           static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
     }
-    again |= !work.missing.empty();
+    // Zeros are already there.
+    again |= !work.missing.empty() && (access != Access::kReadZero || work.has_store());
+    if (access == Access::kTrain) {
+      work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing);
+    }
   }
-  if (!again || access == Access::kReadZero) return;  // zeros are already there
-  if (access == Access::kTrain) InsertAll(works);
+  if (!again) return;
+  if (access == Access::kTrain) {
+    InsertAll(works);
+    for (Work& work : works) work.UseInitialValues();
+  }
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     auto& [work, piece] = tasks[static_cast<size_t>(task)];
     if (!piece->missing.empty()) work->AnswerAgain(*piece);
   });
+  // `extra` ends with this call, so nothing may point there: the backward pass passes them by.
+  for (Work& work : works) {
+    for (const uint32_t i : work.waiting) work.slots[i] = kNoSlot;
+  }
 }
 
 }  // namespace

@@ -67,8 +67,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
   if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
   const auto n = static_cast<int64_t>(keys.size());
   if (n > INT32_MAX) {
-    throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " +
-                          std::to_string(n));
+    throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " + std::to_string(n));
   }
   ValidateOffsets(offsets, n);
   const size_t cells = offsets.size() - 1;

@@ -10,6 +10,8 @@
 
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
+#include "fetched_rows.h"
+#include "fork_guard.h"
 
 namespace embstore {
 namespace {
@@ -18,6 +20,10 @@ constexpr int64_t kRowAlignment = 16;
 constexpr int64_t kMaxDim = 1 << 16;
 
 int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+int64_t StateOffset(int64_t dim, DType dtype) {
+  return RoundUp(dim * static_cast<int64_t>(SizeOf(dtype)), 4);
+}
 
 uint64_t NowNanoseconds() {
   timespec now;
@@ -36,10 +42,27 @@ const TableOptions& Validated(const TableOptions& options) {
   }
   Validate(options.initializer);
   Validate(options.optimizer);
+  const int64_t row_bytes = StoredRowBytes(options.dim, options.dtype, options.optimizer);
+  if (options.store && options.store->row_bytes() != row_bytes) {
+    throw InvalidArgument("store should keep rows of " + std::to_string(row_bytes) +
+                          " bytes for table '" + options.name + "' but " +
+                          options.store->Describe() +
+                          " keeps: " + std::to_string(options.store->row_bytes()));
+  }
   return options;
 }
 
 }  // namespace
+
+void RequireBatchSize(size_t keys) {
+  if (keys < size_t{1} << 31) return;
+  throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " +
+                        std::to_string(keys));
+}
+
+int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer) {
+  return StateOffset(dim, dtype) + 4 * StateWidth(optimizer, dim);
+}
 
 SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
     : table_(std::move(table)), buffer_(static_cast<size_t>(n) * sizeof(Slot)), n_(n) {
@@ -60,7 +83,7 @@ std::shared_ptr<Table> Table::Create(const TableOptions& options) {
 Table::Table(const TableOptions& options)
     : options_(options),
       state_width_(StateWidth(options.optimizer, options.dim)),
-      state_offset_(RoundUp(options.dim * static_cast<int64_t>(SizeOf(options.dtype)), 4)),
+      state_offset_(StateOffset(options.dim, options.dtype)),
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
       initializer_(options.initializer, options.seed, options.name) {
   index_.emplace(options.index);
@@ -69,6 +92,17 @@ Table::Table(const TableOptions& options)
       index_->bytes() + row_bytes,
       "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
+  if (options_.store) {
+    dirty_.resize(static_cast<size_t>(index_->capacity()), 0);
+    options_.store->Attach();
+  }
+  ForkGuard::Add(this);
+}
+
+Table::~Table() {
+  ForkGuard::Remove(this);
+  if (index_ && options_.store) options_.store->Detach();
 }
 
 void Table::RequireOpen() const {
@@ -77,10 +111,17 @@ void Table::RequireOpen() const {
 
 void Table::Close() {
   std::unique_lock guard(lock_);
+  if (!index_) return;
+  if (options_.store) {
+    WriteBackDirty();
+    options_.store->Flush();
+    options_.store->Detach();
+  }
   index_.reset();
   rows_ = HugeBuffer();
   stamps_ = {};
   changes_.reset();
+  dirty_ = {};
 }
 
 RowsView Table::rows() const {
@@ -99,6 +140,7 @@ TableStats Table::stats() const {
     stats.capacity = index_->capacity();
     stats.max_capacity = index_->max_capacity();
     stats.bytes = static_cast<int64_t>(index_->bytes() + rows_.size());
+    if (admission_) stats.bytes += admission_->bytes();
   }
   return stats;
 }
@@ -117,6 +159,7 @@ int64_t Table::capacity() const {
 
 uint64_t Table::current_score() {
   std::unique_lock guard(lock_);
+  RequireOpen();
   switch (options_.score_strategy) {
     case ScoreStrategy::kTimestamp:
     case ScoreStrategy::kNoEviction: {
@@ -136,6 +179,7 @@ uint64_t Table::current_score() {
 
 void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
+  RequireOpen();
   if (options_.score_strategy != ScoreStrategy::kCustomized) {
     throw InvalidArgument(
         "score should be set only on a table whose strategy is customized, and '" + options_.name +
@@ -147,6 +191,7 @@ void Table::set_custom_score(uint64_t score) {
 
 void Table::set_step(uint64_t step) {
   std::unique_lock guard(lock_);
+  RequireOpen();
   if (options_.score_strategy != ScoreStrategy::kStep) {
     throw InvalidArgument("step should be set only on a table whose strategy is step, and '" +
                           options_.name + "' has another");
@@ -180,7 +225,8 @@ Table::BatchScore Table::NextBatchScore() {
       last_timestamp_ = std::max(last_timestamp_ + 1, NowNanoseconds());
       return {ScoreUpdate::kSet, last_timestamp_};
     case ScoreStrategy::kStep:
-      return {ScoreUpdate::kSet, step_++};
+      // Stays at the largest: 0 would say that the slot is free.
+      return {ScoreUpdate::kSet, step_ == UINT64_MAX ? step_ : step_++};
     case ScoreStrategy::kCustomized:
       RequireScore();
       return {ScoreUpdate::kSet, custom_score_};
@@ -191,6 +237,11 @@ Table::BatchScore Table::NextBatchScore() {
 }
 
 void Table::Grow() {
+  constexpr int64_t kMaxSlots = int64_t{1} << 31;
+  if (2 * index_->capacity() >= kMaxSlots) {
+    throw OutOfMemory("table '" + options_.name +
+                      "' has as many slots as there can be: " + std::to_string(index_->capacity()));
+  }
   const size_t more = index_->bytes_to_grow() + rows_.size();
   RequireAvailableMemory(more, "growing table '" + options_.name + "' to " +
                                    std::to_string(2 * index_->capacity()) + " rows");
@@ -198,10 +249,12 @@ void Table::Grow() {
   rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
   if (snapshot_) snapshot_->Grow(2 * old_capacity);
   if (changes_) changes_->Grow(2 * old_capacity);
+  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_capacity), 0);
   index_->Grow([this](Slot from, Slot to) {
     std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
     if (snapshot_) snapshot_->Move(from, to);
     if (changes_) changes_->Move(from, to);
+    if (tracks_dirty()) dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
   });
   ++layout_;
   std::lock_guard guard(lists_mutex_);
@@ -292,20 +345,21 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
   const bool counts = counts_occurrences();
   ParallelFor(parts, [&](int64_t part) {
     InsertPass& pass = passes[static_cast<size_t>(part)];
-    for (uint32_t i : missing) {
+    constexpr size_t kAhead = 8;
+    for (size_t at = 0; at < missing.size(); ++at) {
+      if (at + kAhead < missing.size()) index_->Prefetch(keys[missing[at + kAhead]], evict);
+      const uint32_t i = missing[at];
       const int64_t key = keys[i];
       const int64_t bucket = index_->BucketOf(key);
       if (parts > 1 && bucket % parts != part) continue;
-      Slot slot = index_->Find(key);  // an earlier occurrence may have inserted it
-      if (slot != kNoSlot) {
-        if (counts) index_->set_score(slot, index_->entry(slot).score + 1);
-        slots[i] = slot;
-        continue;
+      // An earlier occurrence may have inserted the key.
+      auto [slot, inserted] =
+          evict ? KeyIndex::Insertion{index_->Find(key), false} : index_->FindOrInsert(key, score);
+      if (slot != kNoSlot && !inserted && counts) {
+        index_->set_score(slot, index_->entry(slot).score + 1);
       }
-      if (!evict) {
-        slot = index_->InsertIfRoom(key, score);
-        if (slot != kNoSlot) AfterInsert(slot);
-      } else {
+      if (inserted) AfterInsert(slot);
+      if (slot == kNoSlot && evict) {
         slot = index_->Victim(bucket, [&](Slot s) { return IsStamped(s); });
         if (slot != kNoSlot) {
           if (watched()) BeforeChange(slot);
@@ -313,10 +367,12 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
           pass.evicted.push_back({victim.key, victim.score, slot});
           index_->Replace(slot, key, score);
           Stamp(slot);
+          inserted = true;
         }
       }
       slots[i] = slot;
-      (slot == kNoSlot ? pass.blocked : pass.inserted).push_back(i);
+      if (slot == kNoSlot) pass.blocked.push_back(i);
+      if (inserted) pass.inserted.push_back(i);
     }
   });
   for (int64_t part = 1; part < parts; ++part) passes[0].Append(passes[static_cast<size_t>(part)]);
@@ -324,47 +380,73 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                             uint64_t score, bool initialise) {
+                             uint64_t score, const float* initial) {
   if (missing.empty()) return 0;
+  return InsertMissing(keys, slots, missing, score, Fetch(keys, missing), initial);
+}
+
+int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                             uint64_t score, const FetchedRows& below, const float* initial) {
   GrowFor(keys, missing);
-  InsertPass done = Insert(keys, slots, missing, score, /*evict=*/false);
-  const auto count_inserted = [&](size_t keys_inserted) {
-    index_->AddSize(static_cast<int64_t>(keys_inserted));
-    stats_.inserts += static_cast<int64_t>(keys_inserted);
+  InsertPass done;  // inserted: keys that have no row yet
+  std::vector<uint32_t> blocked(missing.begin(), missing.end());
+  const auto insert_if_room = [&] {
+    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
+    index_->AddSize(static_cast<int64_t>(more.inserted.size()));
+    blocked = std::move(more.blocked);
+    done.inserted = std::move(more.inserted);
   };
-  count_inserted(done.inserted.size());
-  std::vector<uint32_t> blocked = std::move(done.blocked);
-  const auto finish_rows = [&](bool write) {
+  const auto finish_rows = [&] {
     constexpr int64_t kRowsPerTask = 512;
-    const auto rows = write ? static_cast<int64_t>(done.inserted.size()) : 0;
+    const auto rows = static_cast<int64_t>(done.inserted.size());
     ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
       const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
+        constexpr int64_t kAhead = 4;
+        if (j + kAhead < end) {
+          const std::byte* next = row(slots[done.inserted[static_cast<size_t>(j + kAhead)]]);
+          for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);
+        }
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
-        InitRow(slots[i], keys[i]);
+        FillRow(slots[i], keys[i], below, initial ? initial + i * options_.dim : nullptr);
       }
     });
+    stats_.inserts += rows;
     done.inserted.clear();
   };
+  insert_if_room();
   // A full bucket of a table that may grow: double until there is room.
   while (!blocked.empty() && index_->CanGrow()) {
-    finish_rows(true);  // growing may fail, and rows that have a key must be whole by then
+    finish_rows();  // growing may fail, and rows that have a key must be whole by then
     Grow();
-    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
-    count_inserted(more.inserted.size());
-    blocked = std::move(more.blocked);
-    done.inserted = std::move(more.inserted);
+    insert_if_room();
   }
   if (!blocked.empty() && options_.score_strategy != ScoreStrategy::kNoEviction) {
     std::sort(blocked.begin(), blocked.end());
+    finish_rows();  // stamps may fail as well
     StampPinned();
     InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/true);
-    LogEvictions(more.evicted);
-    stats_.inserts += static_cast<int64_t>(more.inserted.size());
-    done.inserted.insert(done.inserted.end(), more.inserted.begin(), more.inserted.end());
+    done.inserted = std::move(more.inserted);
     blocked = std::move(more.blocked);
+    try {
+      WriteBack(more.evicted);  // the last moment: rows are still those of the victims
+    } catch (...) {
+      Undo(keys, slots, missing, done.inserted, more.evicted);
+      throw;
+    }
+    try {
+      LogEvictions(more.evicted);  // reads the rows, so before they are made anew
+    } catch (...) {
+      finish_rows();
+      throw;
+    }
   }
-  finish_rows(initialise);
+  finish_rows();
+  while (!blocked.empty() && MayExceedBudget()) {
+    Grow();
+    insert_if_room();
+    finish_rows();
+  }
   if (blocked.empty()) return 0;
   std::vector<int64_t> refused;
   for (uint32_t i : blocked) refused.push_back(keys[i]);
@@ -374,8 +456,27 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   return distinct;
 }
 
-void Table::InitRow(Slot slot, int64_t key) {
-  if (options_.dtype == DType::kFloat32) {
+std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing) {
+  if (!admission_ || missing.empty()) return {};
+  // Keys that come once or twice outnumber those that stay.
+  constexpr int64_t kTrackedPerRow = 4;
+  admission_->Reserve(kTrackedPerRow * index_->capacity());
+  for (const uint32_t i : missing) admission_->Count(keys[i]);
+  const FetchedRows below = Fetch(keys, missing);  // what was stored once stays so
+  const auto first = std::stable_partition(missing.begin(), missing.end(), [&](uint32_t i) {
+    return admission_->IsAdmitted(keys[i]) || below.Find(keys[i]).data != nullptr;
+  });
+  std::vector<uint32_t> waiting(first, missing.end());
+  missing.erase(first, missing.end());
+  for (const uint32_t i : missing) admission_->Forget(keys[i]);
+  stats_.unadmitted += static_cast<int64_t>(waiting.size());
+  return waiting;
+}
+
+void Table::InitRow(Slot slot, int64_t key, const float* initial) {
+  if (initial) {
+    ActiveKernels().store_vector(initial, options_.dim, options_.dtype, row(slot));
+  } else if (options_.dtype == DType::kFloat32) {
     initializer_.Fill(key,
                       {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
   } else {
@@ -387,12 +488,24 @@ void Table::InitRow(Slot slot, int64_t key) {
   InitState(options_.optimizer, options_.dim, state(slot));
 }
 
-void Table::LogEvictions(std::span<const Evicted> evicted) {
+void Table::InitialVector(int64_t key, float* out) const {
+  initializer_.Fill(key, {out, static_cast<size_t>(options_.dim)});
+  if (options_.dtype == DType::kFloat32) return;
+  thread_local std::vector<uint16_t> rounded;
+  rounded.resize(static_cast<size_t>(options_.dim));
+  ActiveKernels().store_vector(out, options_.dim, options_.dtype, rounded.data());
+  ActiveKernels().load_vector(rounded.data(), options_.dim, options_.dtype, out);
+}
+
+void Table::LogEvictions(std::span<Evicted> evicted) {
   stats_.evictions += static_cast<int64_t>(evicted.size());
   if (changes_) {
     for (const Evicted& gone : evicted) changes_->Remove(gone.key);
   }
   if (options_.eviction_log == EvictionLog::kOff) return;
+  // They come in the order of the threads that found them; the log must not depend on those.
+  std::sort(evicted.begin(), evicted.end(),
+            [](const Evicted& a, const Evicted& b) { return a.slot < b.slot; });
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;
   const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
   for (const Evicted& gone : evicted) {

@@ -10,6 +10,7 @@
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
+#include "fetched_rows.h"
 #include "grouping.h"
 
 namespace embstore {
@@ -34,14 +35,40 @@ void ForBlocks(const Table& table, std::span<const int64_t> keys, const RowsView
   });
 }
 
+// Where found[i] == value.
+std::vector<uint32_t> Positions(const uint8_t* found, size_t n, uint8_t value) {
+  std::vector<uint32_t> positions;
+  for (size_t i = 0; i < n; ++i) {
+    if (found[i] == value) positions.push_back(static_cast<uint32_t>(i));
+  }
+  return positions;
+}
+
 }  // namespace
+
+void Table::Resident(std::span<const int64_t> keys, uint8_t* found) const {
+  std::shared_lock guard(lock_);
+  RequireOpen();
+  LockedResident(keys, found);
+}
+
+void Table::LockedResident(std::span<const int64_t> keys, uint8_t* found) const {
+  ForBlocks(*this, keys, nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
+    for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
+  });
+}
 
 void Table::Contains(std::span<const int64_t> keys, uint8_t* found) const {
   std::shared_lock guard(lock_);
   RequireOpen();
-  ForBlocks(*this, keys, nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
-    for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
-  });
+  LockedResident(keys, found);
+  if (!options_.store) return;
+  const std::vector<uint32_t> missing = Positions(found, keys.size(), 0);
+  std::vector<int64_t> wanted;
+  for (uint32_t i : missing) wanted.push_back(keys[i]);
+  std::vector<uint8_t> below(wanted.size());
+  options_.store->Contains(wanted, below.data());
+  for (size_t j = 0; j < missing.size(); ++j) found[missing[j]] = below[j];
 }
 
 void Table::Read(std::span<const int64_t> keys, float* values, float* states, uint64_t* scores,
@@ -50,6 +77,11 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   RequireOpen();
   const RowsView view = rows();
   const int64_t width = state_width_;
+  std::vector<uint8_t> found_here;
+  if (options_.store && !found) {
+    found_here.resize(keys.size());
+    found = found_here.data();
+  }
   ForBlocks(*this, keys, values ? &view : nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
     if (values) {
       ActiveKernels().gather(view, slots, m, nullptr, values + i * options_.dim, DType::kFloat32,
@@ -68,10 +100,26 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
       }
     }
   });
+  if (!options_.store) return;
+  const std::vector<uint32_t> missing = Positions(found, keys.size(), 0);
+  if (missing.empty()) return;
+  const FetchedRows below(*options_.store, keys.data(), missing, scores != nullptr);
+  for (uint32_t i : missing) {
+    const FetchedRows::Row fetched = below.Find(keys[i]);
+    if (!fetched.data) continue;
+    found[i] = 1;
+    if (values) {
+      ActiveKernels().load_vector(fetched.data, options_.dim, options_.dtype,
+                                  values + i * options_.dim);
+    }
+    if (states) std::memcpy(states + i * width, fetched.data + state_offset_, 4 * width);
+    if (scores) scores[i] = fetched.score;
+  }
 }
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,
                       const uint64_t* scores) {
+  RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   if (scores) {
     const auto* zero = std::find(scores, scores + n, uint64_t{0});
@@ -108,8 +156,11 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
   }
+  // A row that is replaced as a whole need not be fetched.
+  const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
   const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score,
-                                        /*initialise=*/states == nullptr);
+                                        whole ? FetchedRows() : Fetch(keys.data(), missing),
+                                        /*initial=*/nullptr);
   Grouping grouping(slots, n, index_->capacity());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();
@@ -124,6 +175,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
                                    row(slot));
       if (states) std::copy_n(states + i * state_width_, state_width_, state(slot));
       if (scores) index_->set_score(slot, scores[i]);
+      if (tracks_dirty()) MarkDirty(slot);
     }
   });
   return refused;
@@ -132,6 +184,12 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
 int64_t Table::Erase(std::span<const int64_t> keys) {
   std::unique_lock guard(lock_);
   RequireOpen();
+  int64_t only_below = 0;
+  if (options_.store) {
+    only_below = CountOnlyBelow(keys);
+    options_.store->Erase(keys);  // first: if it fails, nothing has changed
+    if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
+  }
   NextStamp();
   int64_t erased = 0;
   for (int64_t key : keys) {
@@ -147,14 +205,26 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
     ++erased;
   }
   index_->AddSize(-erased);
-  if (erased == 0) return 0;
+  if (erased == 0) return only_below;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) {
     for (Slot *slot = list->data(), *end = slot + list->size(); slot != end; ++slot) {
       if (*slot >= 0 && IsStamped(*slot)) *slot = kNoSlot;
     }
   }
-  return erased;
+  return erased + only_below;
+}
+
+int64_t Table::CountOnlyBelow(std::span<const int64_t> keys) const {
+  std::vector<int64_t> absent;
+  for (int64_t key : keys) {
+    if (index_->Find(key) == kNoSlot) absent.push_back(key);
+  }
+  std::sort(absent.begin(), absent.end());
+  absent.erase(std::unique(absent.begin(), absent.end()), absent.end());
+  std::vector<uint8_t> below(absent.size());
+  options_.store->Contains(absent, below.data());
+  return std::count(below.begin(), below.end(), uint8_t{1});
 }
 
 void Table::Clear() {
@@ -167,9 +237,37 @@ void Table::Clear() {
     if (changes_) changes_->Remove(index_->entry(slot).key);
   }
   if (changes_) changes_->UnmarkAll();
+  if (options_.store) options_.store->Clear();
+  ForgetRows();
+}
+
+void Table::SetOptimizer(const OptimizerOptions& optimizer) {
+  Validate(optimizer);
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  const int64_t width = StateWidth(optimizer, options_.dim);
+  if (width != state_width_) {
+    throw InvalidArgument("optimizer of table '" + options_.name + "' should have " +
+                          std::to_string(state_width_) + " floats of state but " +
+                          std::string(Name(optimizer.kind)) + " has: " + std::to_string(width));
+  }
+  std::vector<float> before(static_cast<size_t>(width)), after(static_cast<size_t>(width));
+  InitState(options_.optimizer, options_.dim, before.data());
+  InitState(optimizer, options_.dim, after.data());
+  options_.optimizer = optimizer;
+  if (before == after) return;
+  for (Slot slot = 0; slot < static_cast<Slot>(index_->capacity()); ++slot) {
+    if (!index_->IsUsed(slot) || !std::equal(before.begin(), before.end(), state(slot))) continue;
+    std::copy(after.begin(), after.end(), state(slot));
+  }
+}
+
+void Table::ForgetRows() {
   index_->Clear();
   rows_.Clear();
+  std::fill(dirty_.begin(), dirty_.end(), uint8_t{0});
   ++layout_;
+  ++contents_;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) std::fill_n(list->data(), list->size(), kNoSlot);
 }
@@ -316,7 +414,14 @@ void ChangeSet::Remove(int64_t key) {
 
 RowBlock Table::DrainEvictions() {
   std::unique_lock guard(lock_);
+  RequireOpen();
   return std::exchange(log_, {});
+}
+
+void Table::set_eviction_log(EvictionLog log) {
+  std::unique_lock guard(lock_);
+  options_.eviction_log = log;
+  log_ = {};
 }
 
 }  // namespace embstore

@@ -16,6 +16,11 @@ from embstore.arrays import empty_tensor
 from embstore.routing import sum_rows
 
 
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    """gloo does not know every dtype. An empty tensor may have strides that `view` refuses."""
+    return rows.view(-1).view(torch.uint8) if rows.numel() else torch.empty(0, dtype=torch.uint8)
+
+
 def all_to_all(
     rows: torch.Tensor,
     send: Sequence[int],
@@ -27,11 +32,10 @@ def all_to_all(
     row = rows.shape[1:]
     # The pool of the engine has pages that are mapped already.
     out = empty_tensor((sum(receive), *row), rows.dtype)
-    # As bytes: gloo does not know every dtype.
     width = rows.dtype.itemsize * row.numel()
     work = dist.all_to_all_single(
-        out.view(-1).view(torch.uint8),
-        rows.contiguous().view(-1).view(torch.uint8),
+        _bytes(out),
+        _bytes(rows.contiguous()),
         [n * width for n in receive],
         [n * width for n in send],
         group=group,
@@ -66,9 +70,7 @@ class SumOfOwners(torch.autograd.Function):
         own = gradient.shape[0]
         if len(set(ctx.samples)) == 1:
             everything = empty_tensor((own * world, gradient.shape[1]), gradient.dtype)
-            dist.all_gather_into_tensor(
-                everything.view(torch.uint8), gradient.contiguous().view(torch.uint8), group=ctx.group
-            )
+            dist.all_gather_into_tensor(_bytes(everything), _bytes(gradient.contiguous()), group=ctx.group)
         else:
             copies = gradient.repeat(world, 1)
             everything, _ = all_to_all(copies, [own] * world, ctx.samples, ctx.group)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import embstore
+from embstore.stores import Store
 
 DEFAULT_INDEX_TYPE = torch.int64
 BATCH_SIZE = 512
@@ -142,8 +144,12 @@ class FrequencyAdmissionStrategy:
     threshold: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int) or self.threshold < 1:
-            raise ValueError(f"threshold should be an integer of at least 1 but is: {self.threshold!r}")
+        if (
+            isinstance(self.threshold, bool)
+            or not isinstance(self.threshold, int)
+            or not 1 <= self.threshold <= 255
+        ):
+            raise ValueError(f"threshold should be an integer from 1 to 255 but is: {self.threshold!r}")
 
 
 def _check(condition: bool, name: str, should: str, value: object) -> None:
@@ -257,6 +263,9 @@ class DynamicEmbTableOptions(HKVConfig):
     dist_type         which rank owns a key: "roundrobin" is uint64(key) % world, "hash_roundrobin" mixes
                       the key first, which spreads patterned ids evenly
     admit_strategy    None, or FrequencyAdmissionStrategy(threshold)
+    external_storage  None, or a function of (embstore.TableOptions, rank) that makes the store below this rank's
+                      part of the table (see embstore.stores): evicted rows go there and come back when asked for
+    caching           accepted; a table over a store is its cache in any case
 
     Two options are equal when tables that have them may share a group, whatever else differs.
     """
@@ -266,6 +275,8 @@ class DynamicEmbTableOptions(HKVConfig):
     safe_check_mode: DynamicEmbCheckMode = DynamicEmbCheckMode.IGNORE
     dist_type: str = "roundrobin"
     admit_strategy: FrequencyAdmissionStrategy | None = None
+    external_storage: Callable[[embstore.TableOptions, int], Store] | None = None
+    caching: bool = False
 
     def validate(self) -> None:
         super().validate()
@@ -295,6 +306,12 @@ class DynamicEmbTableOptions(HKVConfig):
             "None or a FrequencyAdmissionStrategy",
             self.admit_strategy,
         )
+        _check(
+            self.external_storage is None or callable(self.external_storage),
+            "external_storage",
+            "None or a function",
+            self.external_storage,
+        )
         scored = (DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.CUSTOMIZED)
         if self.evict_strategy is DynamicEmbEvictStrategy.LFU and self.score_strategy in scored:
             raise ValueError(
@@ -315,7 +332,6 @@ class DynamicEmbTableOptions(HKVConfig):
 
     def planned(self, *, num_embeddings: int, dim: int, world: int, dtype: torch.dtype) -> Any:
         """A copy as the planner completes it; this object is left as it is."""
-        self.validate()
         capacity = capacity_per_rank(num_embeddings, world, self.bucket_capacity)
         strategy = self.engine_strategy
         evict = {

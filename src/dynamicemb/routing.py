@@ -142,7 +142,7 @@ class _Routing(BaseSparseFeaturesDist[Any]):
 
 
 def _regroup(parts: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Segments that lie in the order (sender, cell), as sizes[sender][cell] says, in the order (cell, sender)."""
+    """Segments that lie by (sender, cell), as sizes[sender][cell] says, in the order (cell, sender)."""
     pieces = iter(torch.split(parts, [size for of_sender in sizes for size in of_sender]))
     by_sender = [[next(pieces) for _ in of_sender] for of_sender in sizes]
     return torch.cat([piece for cell in zip(*by_sender) for piece in cell])

@@ -19,6 +19,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Sha
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import embstore
 from dynamicemb.lookup import Arrived, BagLookup, KeyLookup, Lookup
@@ -126,6 +127,10 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         return [self._spread[config.name] for config in self._configs for _ in config.feature_names]
 
 
+def _without_samples(answer: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    return {name: JaggedTensor(jt.values(), lengths=jt.lengths()[:0]) for name, jt in answer.items()}
+
+
 class _DynamicCollection(HoldsDynamicTables):
     """What both sharded collections add to TorchRec's."""
 
@@ -187,6 +192,28 @@ class ShardedDynamicEmbeddingCollection(_DynamicCollection, ShardedEmbeddingColl
         return super().create_embedding_sharding(
             sharding_type=sharding_type, sharding_infos=sharding_infos, env=env, **keywords
         )
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        # TorchRec cannot build the answer of a batch without samples, so it gets one empty sample.
+        ctx.without_samples = isinstance(features, KeyedJaggedTensor) and features.stride() == 0
+        if ctx.without_samples:
+            features = KeyedJaggedTensor(
+                features.keys(),
+                features.values(),
+                lengths=torch.zeros(len(features.keys()), dtype=torch.int64),
+            )
+        return super().input_dist(ctx, features)
+
+    def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> Any:
+        return self._strip(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        return self._strip(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _strip(self, ctx: Any, awaitable: Any) -> Any:
+        if ctx.without_samples:
+            awaitable.callbacks.append(_without_samples)
+        return awaitable
 
     def load_state_dict(self, state_dict: Any, *args: Any, **keywords: Any) -> Any:
         if not self._complete:

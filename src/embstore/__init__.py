@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from embstore import stores
 from embstore._core import get_num_threads, isa, set_num_threads
 from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
@@ -18,12 +19,14 @@ from embstore.optimizers import (
     Adam,
     Adamax,
     AdamW,
+    EpsPlacement,
     Ftrl,
     Optimizer,
     RowwiseAdagrad,
 )
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.ownership import Ownership, owner
+from embstore.slot_map import SlotMap
 from embstore.table import RefusedKeysError, Rows, Stats, Table
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
+    "EpsPlacement",
     "EvictionLog",
     "Ftrl",
     "IncrementLog",
@@ -69,6 +73,7 @@ __all__ = [
     "Rows",
     "RowwiseAdagrad",
     "ScoreStrategy",
+    "SlotMap",
     "Stats",
     "Table",
     "TableOptions",
@@ -81,4 +86,5 @@ __all__ = [
     "open_dump",
     "owner",
     "set_num_threads",
+    "stores",
 ]

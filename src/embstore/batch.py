@@ -46,6 +46,7 @@ class Request:
     offsets    (bags + 1) int64; not pooled: the runs of keys that `positions` places
     weights    (n) float32 or None, pooled only
     positions  (bags) int64: element offsets of the bags (or runs) in `out`, or None for one after the other
+    initial    (n, dim) float32: what keys start with where they are not stored, or None for the initializer
     out        where the vectors go; made when None: (n, dim) or (bags, dim) of `dtype`
     """
 
@@ -55,6 +56,7 @@ class Request:
     offsets: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    initial: torch.Tensor | None = None
     out: torch.Tensor | None = None
     dtype: torch.dtype | None = None
 
@@ -97,11 +99,14 @@ class Batch:
         self,
         requests: Sequence[Request],
         update: Update = update_rows,
+        *,
+        counts: bool = True,
         out: torch.Tensor | None = None,
         gradient_scale: float = 1.0,
     ) -> None:
         self.requests = requests
         self.update = update
+        self.counts = counts
         self.out = out
         self.gradient_scale = gradient_scale
         self.slots: list[_core.SlotList] = []
@@ -128,6 +133,7 @@ class Batch:
                     int(dtype),
                     r.table.dim,
                     _pointer(r.positions),
+                    _pointer(r.initial),
                 )
             )
         results = _core.look_up(core_requests, int(access))
@@ -150,8 +156,7 @@ class Batch:
         for r, slots, gradient, wanted in zip(
             self.requests, self.slots, gradients, weights_wanted, strict=True
         ):
-            # Counts also where no gradient arrived, so that the bias correction is the same everywhere.
-            step = r.table.step_options()
+            step = r.table.step_options(count=False)
             step.gradient_scale = self.gradient_scale
             of_weight = None
             if gradient is not None:
@@ -177,6 +182,10 @@ class Batch:
             of_weights.append(of_weight)
         if core_requests:
             self.update(core_requests)
+        if self.counts:
+            # Also where no gradient arrived, so that the bias correction is the same everywhere.
+            for r in self.requests:
+                r.table.optimizer_step += 1
         self.slots = []  # unpins the rows
         return of_weights
 
@@ -186,6 +195,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, batch: Batch, anchor: torch.Tensor, *weights: torch.Tensor | None) -> Any:
         ctx.batch = batch
         ctx.set_materialize_grads(False)
+        # The requests use their memory again in backward; autograd notices when it was changed.
+        ctx.save_for_backward(*weights)
         return tuple(batch.forward(Access.TRAIN))
 
     @staticmethod
@@ -193,7 +204,13 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if not ctx.batch.slots:
             raise RuntimeError("a batch can be backpropagated once: its rows have already been updated")
-        return None, None, *ctx.batch.backward(gradients, ctx.needs_input_grad[2:])
+        weights = ctx.saved_tensors
+        of_weights = ctx.batch.backward(gradients, ctx.needs_input_grad[2:])
+        return (
+            None,
+            None,
+            *(None if g is None else g.view(w.shape).to(w) for g, w in zip(of_weights, weights, strict=True)),
+        )
 
 
 def run(
@@ -202,6 +219,7 @@ def run(
     access: Access,
     anchor: torch.Tensor,
     update: Update = update_rows,
+    counts: bool = True,
     weights: Sequence[torch.Tensor | None] | None = None,
     out: torch.Tensor | None = None,
     gradient_scale: float = 1.0,
@@ -209,13 +227,15 @@ def run(
     """The vectors of a batch, connected to autograd when it trains and gradients are enabled.
 
     anchor   a tensor that requires grad, so that autograd calls the backward pass
+    counts   whether the backward pass is an optimizer step of every table of the batch
     weights  the caller's weight tensors where they may want a gradient (the requests hold the values)
     out      a tensor that all requests write into, each at its positions; it is then the one result
     gradient_scale  factor of the summed gradients, such as 1 / world
     """
-    batch = Batch(requests, update, out, gradient_scale)
+    batch = Batch(requests, update, counts=counts, out=out, gradient_scale=gradient_scale)
     if access == Access.TRAIN and torch.is_grad_enabled():
-        return list(_Lookup.apply(batch, anchor, *(weights or [None] * len(requests))))
+        inputs = weights or [None] * len(requests)
+        return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]
     return batch.forward(access)
 
 
@@ -239,6 +259,8 @@ def as_offsets(offsets: torch.Tensor, n: int, *, include_last: bool) -> torch.Te
 
 def as_weights(weights: torch.Tensor, n: int) -> torch.Tensor:
     """Per-sample weights as float32 on the CPU, one for each key."""
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"per_sample_weights should be a tensor but is: {type(weights).__name__}")
     if not weights.is_floating_point():
         raise TypeError(f"per_sample_weights should be floats but their dtype is: {weights.dtype}")
     if weights.numel() != n:

@@ -10,6 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
+from embstore import _core
+
 
 def _check_finite(initializer: Initializer, *names: str) -> None:
     for name in names:
@@ -27,6 +32,42 @@ class Initializer:
     def values(self) -> list[float]:
         """value, mean, std_dev, lower, upper, as the engine takes them."""
         return [0.0, 0.0, 1.0, 0.0, 1.0]
+
+    def rows(self, keys: object, dim: int, *, seed: int = 0, table: str = "") -> npt.NDArray[np.float32]:
+        """The vectors (n, dim) that these keys begin with in a table of this name and seed.
+
+        >>> Constant(0.5).rows([7, -1], 2).tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+        """
+        from embstore.arrays import address, as_keys  # it needs the options, which name an initializer
+
+        wanted = as_keys(keys)
+        out = np.empty((wanted.n, dim), np.float32)
+        _core.initial_rows(self.code, self.values(), seed, table, wanted.address, wanted.n, dim, address(out))
+        return out
+
+
+def initial_values(
+    initializer: Initializer, keys: object, dim: int, *, seed: int = 0, stream: str = ""
+) -> npt.NDArray[np.float32]:
+    """The vectors (n, dim) that keys start with in a table of this initializer, seed and name.
+
+    >>> initial_values(Constant(2.0), [7, -1], dim=3).tolist()
+    [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
+    """
+    flat = np.ascontiguousarray(keys, np.int64).reshape(-1)
+    out = np.empty((len(flat), dim), np.float32)
+    _core.initial_values(
+        initializer.code,
+        initializer.values(),
+        seed & 0xFFFF_FFFF_FFFF_FFFF,
+        stream,
+        flat.ctypes.data,
+        len(flat),
+        dim,
+        out.ctypes.data,
+    )
+    return out
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
-from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
-from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
+from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
+from embstore.optimizers import Optimizer
+from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
+from embstore.stores import Store, scan_handle
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of a table since it was made, and its sizes now."""
+    """Counters of a table since it was made, and its sizes now.
+
+    inserts counts the rows that took a slot, fetches those of them that came from the store below, and
+    write_backs the rows that went down to it.
+    """
 
     size: int
     capacity: int
@@ -51,7 +57,10 @@ class Stats:
     evictions: int
     refusals: int
     log_dropped: int
+    unadmitted: int
     bytes: int
+    fetches: int
+    write_backs: int
 
 
 class RefusedKeysError(RuntimeError):
@@ -64,14 +73,21 @@ class Table:
     Takes a `TableOptions`, or a name and the fields of `TableOptions` as keywords. Keys are integers in
     numpy arrays, torch tensors or sequences; answers come in the kind (and on the device) of the keys.
     A table may be read by several threads while one writes.
+
+    Over a `store` (see embstore.stores) it is a write-back cache: max_capacity is then the budget of the
+    cache, and `len` counts the rows in memory.
     """
 
-    def __init__(self, options: TableOptions | str, /, **keywords: Any) -> None:
+    def __init__(
+        self, options: TableOptions | str, /, *, store: Store | None = None, **keywords: Any
+    ) -> None:
         if isinstance(options, str):
             options = TableOptions(name=options, **keywords)
         elif keywords:
             options = replace(options, **keywords)
         self.options = options
+        self.store = store
+        self._store_handle = None if store is None else store.handle()
         optimizer = options.optimizer
         self._learning_rate = float(optimizer.lr)
         # Updates so far: the t of Adam's bias correction is one more.
@@ -92,6 +108,8 @@ class Table:
             seed=options.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
+            admission_threshold=options.admission_threshold,
+            store=self._store_handle,
         )
 
     # ---- what it is
@@ -152,8 +170,7 @@ class Table:
 
     @score.setter
     def score(self, value: int) -> None:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value < 1 << 64:
-            raise ValueError(f"score should be an integer between 1 and 2^64 - 1 but is: {value!r}")
+        value = as_integer(value, 1, (1 << 64) - 1, "score")
         if self.options.score_strategy == ScoreStrategy.STEP:
             self._core.set_step(value)
         else:
@@ -238,25 +255,44 @@ class Table:
 
     def reserve(self, rows: int) -> None:
         """Makes room for this many rows at once (at most max_capacity)."""
-        self._core.reserve(rows)
+        self._core.reserve(as_integer(rows, 0, (1 << 63) - 1, "rows"))
 
     # ---- training
 
-    def step_options(self) -> _core.StepOptions:
-        """Counts an update and returns the engine's options for it."""
-        self.optimizer_step += 1
-        return self.options.optimizer.step_options(self._learning_rate, self.optimizer_step)
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Another rule, or other numbers, from the next update on. Its state must be as wide as the present
+        one; rows in memory whose state is still as it began get the new beginning."""
+        before = self.options.optimizer
+        if (optimizer.engine_name, optimizer.initial_accumulator) != (
+            before.engine_name,
+            before.initial_accumulator,
+        ):
+            self._core.set_optimizer(optimizer.engine_name, optimizer.initial_accumulator)
+        self.options = replace(self.options, optimizer=optimizer)
+        self._learning_rate = float(optimizer.lr)
 
-    def apply_gradients(self, keys: object, gradients: object, *, missing: str = "ignore") -> None:
+    def step_options(self, *, count: bool = True) -> _core.StepOptions:
+        """The engine's options for the next update, which is counted here or, without `count`, by the
+        caller once it is done."""
+        options = self.options.optimizer.step_options(self._learning_rate, self.optimizer_step + 1)
+        self.optimizer_step += count
+        return options
+
+    def apply_gradients(
+        self, keys: object, gradients: object, *, missing: str = "ignore", renew_scores: bool = False
+    ) -> None:
         """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
-        moves once. Keys that are not there are passed by, or raise with missing="error"."""
+        moves once. Keys that are not there are passed by, or raise with missing="error". With
+        renew_scores the rows count as used now, as in a training lookup."""
         if missing not in ("ignore", "error"):
             raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")
         k = as_keys(keys)
         g = as_floats(gradients, (*k.shape, self.dim), "gradients")
         if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
             raise KeyError(f"keys should all be in table {self.name!r} but some are not")
-        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), self.step_options())
+        step = self.step_options(count=False)
+        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step, renew_scores)
+        self.optimizer_step += 1
 
     def report_refused(self, refused: int, n: int) -> None:
         """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
@@ -282,13 +318,53 @@ class Table:
     ) -> Iterator[Rows]:
         """All rows whose score is at least min_score, in blocks. What is left out has no rows.
 
-        Raises RuntimeError when the table is grown or cleared in between.
+        Over a store, the rows in memory come first and then those that are only below.
+        Raises RuntimeError when the table is grown, cleared or written back in between.
         """
+        block_rows = as_integer(block_rows, 1, (1 << 63) - 1, "block_rows")
+        min_score = as_integer(min_score, 0, (1 << 64) - 1, "min_score")
+        yield from self.resident(
+            min_score=min_score, block_rows=block_rows, with_values=with_values, with_states=with_states
+        )
+        if self._store_handle is None:
+            return
+        for keys, raw, scores in scan_handle(self._store_handle, block_rows):
+            resident = np.empty(len(keys), np.uint8)
+            self._core.resident(address(keys), len(keys), address(resident))
+            wanted = (resident == 0) & (scores >= min_score)
+            if wanted.any():
+                values, states = self._unpack(raw[wanted])
+                yield Rows(
+                    keys[wanted],
+                    values if with_values else values[:0],
+                    states if with_states else states[:0],
+                    scores[wanted],
+                )
+
+    def resident(
+        self,
+        *,
+        min_score: int = 0,
+        block_rows: int = 65536,
+        with_values: bool = True,
+        with_states: bool = True,
+    ) -> Iterator[Rows]:
+        """`export` of the rows in memory alone."""
         cursor = _core.Cursor()
         while cursor.next >= 0:
             rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
             if len(rows) or cursor.next < 0:
                 yield rows
+
+    def _unpack(self, rows: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Values and states of rows as a store keeps them."""
+        at = rows.shape[1] - 4 * self.state_width
+        states = np.ascontiguousarray(rows[:, at:]).view(np.float32).reshape(len(rows), self.state_width)
+        raw = np.ascontiguousarray(rows[:, : self.dim * (4 if self.options.dtype == DType.FLOAT32 else 2)])
+        if self.options.dtype == DType.BFLOAT16:
+            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32), states
+        kind = np.float32 if self.options.dtype == DType.FLOAT32 else np.float16
+        return raw.view(kind).astype(np.float32), states
 
     def rows(self, *, min_score: int = 0) -> Rows:
         """`export` in one piece, sorted by key."""
@@ -313,13 +389,37 @@ class Table:
         """Puts back what `take_changes` gave, by key, when it could not be used."""
         self._core.restore_changes(address(changed), len(changed), address(removed), len(removed))
 
+    def set_eviction_log(self, log: EvictionLog) -> None:
+        """What the log keeps from now on; what it holds is dropped."""
+        self._core.set_eviction_log(int(log))
+
     def evictions(self) -> Rows:
         """Takes what was evicted since the last call; empty unless eviction_log is set."""
         return Rows(*self._core.drain_evictions())
 
     def close(self) -> None:
-        """Frees the memory now. Every other use but `stats` raises RuntimeError afterwards."""
+        """Frees the memory now, after changed rows went down to the store. Every other use but `stats` raises
+        RuntimeError afterwards."""
         self._core.close()
+
+    # ---- over a store
+
+    def prefetch(self, keys: object) -> _core.SlotList:
+        """Brings up the rows of those keys that are only below; they stay up while the result lives."""
+        k = as_keys(keys)
+        return self._core.prefetch(k.address, k.n)
+
+    def flush(self) -> None:
+        """Writes changed rows down to the store, and flushes it."""
+        self._core.flush()
+
+    def save_snapshot(self, name: str) -> None:
+        """Writes changed rows down and lets the store keep its contents under a name."""
+        self._core.snapshot(name)
+
+    def load_snapshot(self, name: str) -> None:
+        """Replaces everything with a snapshot of the store; changes nothing if it cannot be read."""
+        self._core.load_snapshot(name)
 
     # ---- copies
 
@@ -342,17 +442,44 @@ class Table:
         keys = as_keys(state["keys"])
         values = as_floats(state["values"], (keys.n, self.dim), "values")
         states = as_floats(state["states"], (keys.n, self.state_width), "states")
-        scores = np.asarray(state["scores"]).view(np.uint64)
+        scores = as_scores(np.asarray(state["scores"]).view(np.uint64), keys.n)
+        step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
+        len(self)  # raises when closed
+        max_capacity = self.stats().max_capacity
+        if self.store is None and keys.n > max_capacity:
+            raise ValueError(
+                f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}"
+            )
+        if not np.all(scores):
+            raise ValueError("scores should be at least 1 but the smallest is: 0")
         self.clear()
+        refused = 0
         if keys.n:
-            self.reserve(min(keys.n, self.stats().max_capacity))
-            self.insert_or_assign(np.asarray(keys.array), values, states=states, scores=scores)
-        self.optimizer_step = int(state["optimizer_step"])
-        self._learning_rate = float(state["learning_rate"])
+            self.reserve(min(keys.n, max_capacity))
+        # A batch is pinned as a whole, so over a store it has to be small beside the cache.
+        rows = keys.n if self.store is None else max(1, max_capacity // 4)
+        for at in range(0, keys.n, max(rows, 1)):
+            n = min(rows, keys.n - at)
+            refused += self._core.assign(
+                keys.address + 8 * at,
+                n,
+                address(values[at : at + n]),
+                address(states[at : at + n]),
+                address(scores[at : at + n]),
+            )
+        self.optimizer_step = step
+        self._learning_rate = rate
         if state.get("score"):
             self.score = int(state["score"])
+        if refused:  # whatever check_mode says: these rows would be lost
+            raise RefusedKeysError(
+                f"table {self.name!r} has no room for {refused} of the {keys.n} rows of the state: "
+                f"their buckets are full; a larger max_capacity (now {max_capacity}) helps"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.store is not None:
+            raise TypeError(f"table {self.name!r} should not be copied or pickled: its rows live in a store")
         return _rebuild, (self.options, self.state())
 
 

@@ -11,6 +11,12 @@
 //  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth
 //  moves
 //     them, erasing turns them into kNoSlot.
+//  3. Over a store (store.h) the table is a write-back cache: a row that was updated or assigned
+//  since
+//     it came up is dirty, and goes down before its slot is reused; a clean one is dropped. A
+//     missing key is looked for below before it is initialised. max_capacity is then a budget: a
+//     batch whose pinned rows do not fit makes the table grow beyond it instead of being refused
+//     keys.
 #pragma once
 
 #include <atomic>
@@ -20,8 +26,10 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
+#include "embstore/admission.h"
 #include "embstore/changes.h"
 #include "embstore/initializer.h"
 #include "embstore/kernels.h"
@@ -29,6 +37,7 @@
 #include "embstore/memory.h"
 #include "embstore/optimizer.h"
 #include "embstore/rw_lock.h"
+#include "embstore/store.h"
 #include "embstore/types.h"
 
 namespace embstore {
@@ -46,13 +55,21 @@ struct TableOptions {
   uint64_t seed = 0;
   EvictionLog eviction_log = EvictionLog::kOff;
   int64_t eviction_log_capacity = 1 << 20;  // the oldest entries give way, and are counted
+  int64_t admission_threshold =
+      0;                         // > 0: a training batch stores a key once it was seen this often
+  std::shared_ptr<Store> store;  // the tier below, or null
 };
+
+// Bytes of a row as a store keeps it.
+int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer);
 
 struct TableStats {
   int64_t size = 0, capacity = 0, max_capacity = 0;
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
-  int64_t log_dropped = 0;  // evictions that the log had no room for
-  int64_t bytes = 0;        // mapped for index and rows
+  int64_t log_dropped = 0;               // evictions that the log had no room for
+  int64_t unadmitted = 0;                // occurrences that were answered without a row
+  int64_t bytes = 0;                     // mapped for index and rows
+  int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
 };
 
 // Rows in plain arrays. values is (n, dim), states (n, state width), both float32.
@@ -63,6 +80,11 @@ struct RowBlock {
   std::vector<uint64_t> scores;
 };
 
+// Occurrences of a batch are counted in 32 bits, and missing ones are named by negative slots.
+// Throws InvalidArgument when there are 2^31 keys or more.
+void RequireBatchSize(size_t keys);
+
+class FetchedRows;
 class Snapshot;
 class Table;
 
@@ -88,12 +110,16 @@ class Table : public std::enable_shared_from_this<Table> {
  public:
   // Throws InvalidArgument naming the field, or OutOfMemory.
   static std::shared_ptr<Table> Create(const TableOptions& options);
+  ~Table();
 
   const TableOptions& options() const { return options_; }
   int64_t dim() const { return options_.dim; }
   int64_t state_width() const { return state_width_; }
   int64_t row_bytes() const { return row_stride_; }
-  const Initializer& initializer() const { return initializer_; }
+  // What the key reads as when it is inserted: its initial vector, rounded to the table's dtype.
+  void InitialVector(int64_t key, float* out) const;
+  int64_t stored_row_bytes() const { return state_offset_ + 4 * state_width_; }
+  const Store* store() const { return options_.store.get(); }
 
   TableStats stats() const;
   int64_t size() const;
@@ -110,17 +136,22 @@ class Table : public std::enable_shared_from_this<Table> {
   void set_seed(uint64_t seed);  // of rows that are yet to come
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;
+  void Resident(std::span<const int64_t> keys, uint8_t* found) const;  // without the store
   // Rows of the keys; where a key is missing the row is zeros and found[i] == 0.
   // values (n, dim), states (n, state width) and scores (n) may be null.
   void Read(std::span<const int64_t> keys, float* values, float* states, uint64_t* scores,
             uint8_t* found) const;
   // Writes rows, inserting missing keys (evicting if need be). Of duplicates the last one counts.
   // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch
-  // score. Returns how many distinct keys were refused.
+  // score. Later timestamps are larger than the scores given here.
+  // Returns how many distinct keys were refused.
   int64_t Assign(std::span<const int64_t> keys, const float* values, const float* states,
                  const uint64_t* scores);
   int64_t Erase(std::span<const int64_t> keys);  // returns how many were there
   void Clear();
+  // Another rule from the next update on. Its state must be as wide as the present one: throws
+  // InvalidArgument. Rows in memory whose state is still as it began get the new beginning.
+  void SetOptimizer(const OptimizerOptions& optimizer);
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
   // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and
@@ -147,8 +178,24 @@ class Table : public std::enable_shared_from_this<Table> {
 
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
+  // What the log keeps from now on. Empties it, since its entries have one form.
+  void set_eviction_log(EvictionLog log);
 
-  // Frees the memory; afterwards every method but stats() throws InvalidState.
+  // ---- over a store; without one these throw InvalidState ----
+
+  // Brings the rows of those keys up that are only below. They stay pinned while the list lives.
+  // The store is read without the table's lock, so that training goes on meanwhile.
+  std::unique_ptr<SlotList> Prefetch(std::span<const int64_t> keys);
+  // Writes every dirty row down and flushes the store.
+  void Flush();
+  // Flush, then a snapshot of the store; no training step comes between.
+  void SaveSnapshot(const std::string& name);
+  // Replaces the contents of table and store. Throws and leaves both as they were when the snapshot
+  // cannot be read.
+  void LoadSnapshot(const std::string& name);
+
+  // Writes dirty rows down, then frees the memory; afterwards every method but stats() throws
+  // InvalidState. Where the store fails nothing is freed.
   void Close();
 
   // ---- for the batch operations; the caller holds lock() ----
@@ -165,11 +212,26 @@ class Table : public std::enable_shared_from_this<Table> {
   BatchScore NextBatchScore();
   void RequireScore() const;  // throws InvalidState when kCustomized has none
   void CountHits(int64_t hits) { stats_.hits += hits; }
+  // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
+  // returned.
+  std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing);
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets slots[i].
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
-  // With initialise == false the caller writes the new rows itself, vector and state.
+  // Over a store their rows are fetched first. If the store throws, no key of the call that has not
+  // its row yet stays inserted, and no victim is lost.
+  // initial (n, dim): what new rows begin with, or null for the initializer.
   int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                        uint64_t score, bool initialise = true);
+                        uint64_t score, const float* initial = nullptr);
+  // Rows of the missing keys that the store has (none without a store).
+  FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
+  // Finds the keys and brings up what is only below; the rest is kNoSlot. `slots` as above.
+  void BringUp(std::span<const int64_t> keys, Slot* slots);
+  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Slot* slots) const;
+  void Install(std::span<const int64_t> keys, Slot* slots, std::vector<uint32_t> missing,
+               const FetchedRows& below);
+  // To be called for rows that were changed; threads may mark different slots together.
+  bool tracks_dirty() const { return options_.store != nullptr; }
+  void MarkDirty(Slot slot) { dirty_[static_cast<size_t>(slot)] = 1; }
   // Someone wants to know of changes before they happen: a snapshot, or a set of changes.
   bool watched() const { return snapshot_ || changes_; }
   // REQUIRES watched(). Rows that have been announced may change until the lock is released.
@@ -181,6 +243,7 @@ class Table : public std::enable_shared_from_this<Table> {
  private:
   friend class Snapshot;
   friend class SlotList;
+  friend class ForkGuard;
   struct Evicted {
     int64_t key;
     uint64_t score;
@@ -193,9 +256,21 @@ class Table : public std::enable_shared_from_this<Table> {
   void GrowFor(const int64_t* keys, std::span<const uint32_t> missing);
   InsertPass Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
                     uint64_t score, bool evict);
+  int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                        uint64_t score, const FetchedRows& below, const float* initial);
+  void FillRow(Slot slot, int64_t key, const FetchedRows& below, const float* initial);
+  void Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+            std::span<const uint32_t> inserted, std::span<const Evicted> evicted);
+  bool MayExceedBudget() const;
+  void WriteBack(std::span<const Evicted> rows);
+  void WriteBackDirty();
+  void ForgetRows();
+  void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
+  int64_t CountOnlyBelow(std::span<const int64_t> keys) const;
+  Store& RequireStore() const;
   void StampPinned();
-  void LogEvictions(std::span<const Evicted> evicted);
-  void InitRow(Slot slot, int64_t key);
+  void LogEvictions(std::span<Evicted> evicted);
+  void InitRow(Slot slot, int64_t key, const float* initial);
   void AfterInsert(Slot slot);  // into a slot that was free
   template <typename Wanted>
   std::vector<Slot> Select(int64_t begin, int64_t end, const Wanted& wanted) const;
@@ -212,6 +287,7 @@ class Table : public std::enable_shared_from_this<Table> {
   mutable RwLock lock_;
   std::optional<KeyIndex> index_;  // empty once closed
   mutable HugeBuffer rows_;
+  std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
@@ -226,6 +302,12 @@ class Table : public std::enable_shared_from_this<Table> {
   // stamps_[slot] == stamp_ marks a slot as pinned for the running call.
   std::vector<uint8_t> stamps_;
   uint8_t stamp_ = 0;
+  std::vector<uint8_t> dirty_;  // one for each slot; empty without a store
+  // While a Prefetch reads the store: the keys whose rows below changed since it began, and a
+  // number that changes when all of them did.
+  int64_t prefetches_ = 0;
+  std::unordered_set<int64_t> changed_below_;
+  uint64_t contents_ = 0;
 };
 
 }  // namespace embstore

@@ -139,7 +139,13 @@ def dmp(
 
 
 def jagged(
-    features: Sequence[str], samples: int, seed: int, *, ids: int = 40, longest: int = 4, weighted: bool = False
+    features: Sequence[str],
+    samples: int,
+    seed: int,
+    *,
+    ids: int = 40,
+    longest: int = 4,
+    weighted: bool = False,
 ) -> KeyedJaggedTensor:
     """A batch with duplicates and empty bags, a function of the seed."""
     generator = torch.Generator().manual_seed(seed)

@@ -9,8 +9,10 @@ long, or a process that dies, ends all of them; the next job gets new ones.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -20,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 MOST = 4
-START_SECONDS = 100.0
+START_SECONDS = 150.0
 
 
 def _serve(rank: int, pipe: Connection) -> None:
@@ -33,11 +35,14 @@ def _serve(rank: int, pipe: Connection) -> None:
     warnings.filterwarnings("ignore", module="torch")
     import torch
     import torch.distributed as dist
+    from torchrec.distributed import collective_utils
 
     import dynamicemb.planner
     import dynamicemb.shard  # noqa: F401
     import embstore
 
+    # TorchRec settles this once a process, by a broadcast that ranks which join later would wait for.
+    collective_utils._INITIALIZED = True
     torch.set_num_threads(1)
     embstore.set_num_threads(1)
     pipe.send("ready")
@@ -46,6 +51,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         if job is None:
             return
         world, store, timeout, function, arguments, keywords = job
+        faulthandler.dump_traceback_later(0.8 * timeout)  # where it hangs
         try:
             dist.init_process_group(
                 "gloo",
@@ -56,12 +62,15 @@ def _serve(rank: int, pipe: Connection) -> None:
             )
             os.environ["LOCAL_WORLD_SIZE"] = str(world)
             torch.manual_seed(1234)
-            pipe.send((True, function(*arguments, **keywords)))
+            answer = (True, function(*arguments, **keywords))
         except BaseException as error:
-            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+            answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         finally:
+            faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
+        # plain pickle: tensors by value, not as handles of shared memory
+        pipe.send_bytes(pickle.dumps(answer))
 
 
 class RankFailed(AssertionError):
@@ -74,7 +83,9 @@ class RankFailed(AssertionError):
 
 class _Pool:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # TorchRec is imported once, by the process that the ranks are forked from.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["dynamicemb.shard", "dynamicemb.planner"])
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(MOST):
@@ -109,7 +120,9 @@ def _end() -> None:
 atexit.register(_end)
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0, **keywords: Any) -> list[Any]:
+def run(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 40.0, **keywords: Any
+) -> list[Any]:
     """What the function returned on each rank. RankFailed when one raised; TimeoutError when one hangs."""
     global _pool
     if _pool is None:
@@ -124,8 +137,9 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: floa
         for rank, pipe in enumerate(pipes):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"rank {rank} did not answer in {timeout} s")
-                answers.append(pipe.recv())
+                    failures = "".join(value[2] for ok, value in answers if not ok)
+                    raise TimeoutError(f"rank {rank} did not answer in {timeout} s. {failures}")
+                answers.append(pickle.loads(pipe.recv_bytes()))
             except (TimeoutError, EOFError):
                 _end()
                 raise
@@ -134,7 +148,9 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: floa
     return [value for _, value in answers]
 
 
-def errors(world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[tuple[str, str, str]]:
+def errors(
+    world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> list[tuple[str, str, str]]:
     """The errors of a job that has to fail on every rank."""
     try:
         run(world, function, *arguments, **keywords)

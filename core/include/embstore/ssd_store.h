@@ -1,0 +1,67 @@
+// SsdStore: rows of one size in files, an index of their places in memory.
+//
+// The directory (OneEmbedding's persistent table; docs/stores.md has the format in full):
+//   LOCK  KEY_SIZE  VALUE_SIZE  PHYSICAL_BLOCK_SIZE  NUM_LOGICAL_BLOCKS_PER_CHUNK
+//   values/value-<chunk>   keys/key-<chunk>   meta/meta-<chunk>   snapshots/<name>/{LIST,
+//   index-<n>}
+//
+// Rows are appended to the open segment (about 1 MiB of blocks) and never change in place; the
+// index moves on and the old place becomes garbage. Full segments are written by a thread of their
+// own and can be read from memory until they are on disk. A segment without live rows is used
+// again; when more than half of all places are garbage, the emptiest segments are emptied into the
+// open one.
+//
+// Only snapshots survive the process: a directory that is opened is empty until LoadSnapshot. A
+// snapshot is a list of row numbers; the segments it names are neither reused nor emptied while it
+// exists.
+//
+// Every row has a CRC-32 that is checked whenever it is read.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "embstore/store.h"
+
+namespace embstore {
+
+struct SsdStoreOptions {
+  std::string path;
+  int64_t row_bytes = 0;
+  int64_t key_bytes = 8;                // 4: keys must fit int32
+  int64_t physical_block_bytes = 4096;  // or 512
+  int64_t capacity_rows = 0;            // 0: no bound
+  bool direct = true;                   // past the page cache, where the filesystem can
+  bool create = true;  // false: only read a store that is there; several may do that
+};
+
+struct SsdStoreStats {
+  int64_t rows = 0;  // live
+  int64_t index_bytes = 0;
+  int64_t file_bytes = 0;  // of segments that are in use
+  int64_t bytes_put = 0;   // rows that callers gave
+  int64_t bytes_written =
+      0;                   // all that went to files: rows, keys, checksums, moved rows, snapshots
+  int64_t moved_rows = 0;  // by compaction
+  bool direct = false;
+};
+
+class SsdStore : public Store {
+ public:
+  // Throws InvalidArgument for options that are wrong or differ from those of the directory, and
+  // std::system_error (EWOULDBLOCK: the directory is open in some process).
+  static std::shared_ptr<SsdStore> Open(const SsdStoreOptions& options);
+
+  virtual SsdStoreStats stats() const = 0;
+  virtual std::vector<std::string> Snapshots() const = 0;
+  virtual void DeleteSnapshot(const std::string& name) = 0;
+  // Writes everything, gives the directory free; every later call throws InvalidState.
+  virtual void Close() = 0;
+
+ protected:
+  using Store::Store;
+};
+
+}  // namespace embstore

@@ -1,0 +1,104 @@
+// Store: something that keeps rows by key. A table over a store is a write-back cache of it.
+//
+// A stored row is [embedding (dim of the table's dtype) | optimizer state (float32)], the first
+// Table::stored_row_bytes() bytes of the row in memory, and travels with its score.
+// All operations take batches: one call for the misses of a training step, one for its victims.
+//
+// Thread safety: every method may be called from any thread, and locks for itself. A method may
+// take the GIL (a store written in Python does), so it must never be called by a thread that holds
+// a lock that somebody waits for while holding the GIL: Table::lists_mutex_ is such a lock, the
+// table's own lock is not, since every call of the binding gives the GIL up first.
+//
+// Failures are exceptions. What a store must promise for "nothing is lost":
+//  1. Get, Contains and Scan change nothing.
+//  2. A Put that throws may have stored some of its rows, but loses none that was there before.
+//  3. What Put took is found by Get from then on, in this process, until it is erased.
+//  4. After Flush it is found by whoever opens the store next, where the store outlives a process
+//     at all; after Snapshot(name) by LoadSnapshot(name).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "embstore/types.h"
+
+namespace embstore {
+
+// Rows in plain arrays: rows is (n, row_bytes).
+struct StoredRows {
+  std::vector<int64_t> keys;
+  std::vector<std::byte> rows;
+  std::vector<uint64_t> scores;
+};
+
+// A walk over a store. Not thread safe; must not outlive its store.
+class StoreScanner {
+ public:
+  virtual ~StoreScanner() = default;
+  // Replaces `block` with the next rows, at most about max_rows; no rows: the walk is over.
+  // Rows that stay untouched during the walk come exactly once.
+  virtual void Next(int64_t max_rows, StoredRows& block) = 0;
+};
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  // For messages, such as "ssd store /data/user".
+  virtual std::string Describe() const = 0;
+  int64_t row_bytes() const { return row_bytes_; }
+  virtual int64_t size() const = 0;  // keys
+
+  // rows + i * row_bytes and scores[i] are set where found[i] becomes 1, and are undefined
+  // elsewhere. scores may be null: ask for them only where they are needed, they may cost a read of
+  // their own. Keys may repeat.
+  virtual void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
+                   uint8_t* found) const = 0;
+  virtual void Contains(std::span<const int64_t> keys, uint8_t* found) const = 0;
+  // Of duplicate keys the last one counts.
+  virtual void Put(std::span<const int64_t> keys, const std::byte* rows,
+                   const uint64_t* scores) = 0;
+  virtual void Erase(std::span<const int64_t> keys) = 0;
+  virtual void Clear() = 0;
+  virtual void Flush() {}
+  virtual std::unique_ptr<StoreScanner> Scan() const = 0;
+
+  // Names are one path component. The defaults throw InvalidState: this store keeps none.
+  virtual void Snapshot(const std::string& name);
+  // Replaces the contents, or throws and leaves them as they were.
+  virtual void LoadSnapshot(const std::string& name);
+
+  // A store serves one table (or one tier above it): two would hide each other's rows.
+  void Attach();  // throws InvalidState when it is attached already
+  void Detach() noexcept { attached_.store(false); }
+
+ protected:
+  // Throws InvalidArgument unless row_bytes is positive.
+  explicit Store(int64_t row_bytes);
+
+ private:
+  int64_t row_bytes_;
+  std::atomic<bool> attached_{false};
+};
+
+// Rows in host memory. Grows as needed; beyond `capacity_rows` (0: no bound) Put throws
+// InvalidState and stores nothing.
+std::shared_ptr<Store> MakeMemoryStore(int64_t row_bytes, int64_t capacity_rows);
+
+// Forgets what it is given and finds nothing: a table over it behaves as one without a store.
+std::shared_ptr<Store> MakeNullStore(int64_t row_bytes);
+
+// Two tiers as one store: rows are put into `upper`, and moved on to `lower` when there are more
+// than about `upper_rows` of them. Flush and snapshots reach the lower. Throws InvalidArgument when
+// the sizes of their rows differ.
+std::shared_ptr<Store> MakeTieredStore(std::shared_ptr<Store> upper, std::shared_ptr<Store> lower,
+                                       int64_t upper_rows);
+
+}  // namespace embstore

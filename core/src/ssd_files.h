@@ -1,0 +1,96 @@
+// The files of an SSD store: names, sizes and places. See embstore/ssd_store.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "embstore/ssd_store.h"
+
+namespace embstore {
+
+// What a place has beside its row and key, packed as in the file.
+struct [[gnu::packed]] RowMeta {
+  uint64_t score;
+  uint32_t checksum;
+};
+static_assert(sizeof(RowMeta) == 12);
+
+// Which row lies where. A segment is a run of blocks in one chunk.
+struct SsdLayout {
+  int64_t row_bytes, key_bytes;
+  int64_t block_bytes;  // logical
+  int64_t rows_per_block;
+  int64_t blocks_per_chunk;
+  int64_t blocks_per_segment;
+  int64_t segments_per_chunk;
+
+  explicit SsdLayout(const SsdStoreOptions& options);
+
+  int64_t rows_per_segment() const { return blocks_per_segment * rows_per_block; }
+  int64_t rows_per_chunk() const { return blocks_per_chunk * rows_per_block; }
+  int64_t segment_bytes() const { return blocks_per_segment * block_bytes; }
+  int64_t ChunkOf(int64_t row) const { return row / rows_per_chunk(); }
+  int64_t SegmentOf(int64_t row) const {
+    return ChunkOf(row) * segments_per_chunk + row % rows_per_chunk() / rows_per_segment();
+  }
+  int64_t FirstRow(int64_t segment) const {
+    return segment / segments_per_chunk * rows_per_chunk() +
+           segment % segments_per_chunk * rows_per_segment();
+  }
+  // Byte offset of a row in the values file of its chunk.
+  int64_t ValueOffset(int64_t row) const {
+    const int64_t in_chunk = row % rows_per_chunk();
+    return in_chunk / rows_per_block * block_bytes + in_chunk % rows_per_block * row_bytes;
+  }
+};
+
+[[noreturn]] void ThrowIo(const std::string& what);             // std::system_error with errno
+[[noreturn]] void ThrowIo(int error, const std::string& what);  // the same with another number
+void WriteWhole(int fd, const void* data, size_t bytes, int64_t offset, const std::string& path);
+void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::string& path);
+int64_t FileBytes(int fd);
+// Writes a new file and fsyncs it.
+void WriteFile(const std::string& path, const void* data, size_t bytes);
+std::string ReadFile(const std::string& path);
+void SyncDirectory(const std::string& path);
+void RequireSnapshotName(const std::string& name);
+
+// Open files of a directory. Thread safe.
+class SsdFiles {
+ public:
+  enum Kind { kValues, kKeys, kMeta };
+
+  // Locks the directory, and checks or writes its sizes.
+  SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout);
+  ~SsdFiles();
+  SsdFiles(const SsdFiles&) = delete;
+  SsdFiles& operator=(const SsdFiles&) = delete;
+
+  const std::string& path() const { return path_; }
+  bool direct() const { return direct_; }
+  int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct
+  // Opens the file of a chunk; makes it when `create`, else -1 where there is none.
+  int Get(Kind kind, int64_t chunk, bool create);
+  std::string NameOf(Kind kind, int64_t chunk) const;
+  void Sync();
+
+ private:
+  struct Chunk {
+    int fds[3] = {-1, -1, -1};
+  };
+  void CheckSizes(const SsdStoreOptions& options, const SsdLayout& layout);
+  void LearnAlignment();
+
+  std::string path_;
+  bool direct_;
+  bool writable_;
+  int64_t alignment_ = 1;
+  int lock_fd_ = -1;
+  std::mutex mutex_;
+  std::vector<Chunk> chunks_;
+};
+
+}  // namespace embstore

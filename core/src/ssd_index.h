@@ -1,0 +1,88 @@
+// SsdIndex: where on disk the row of a key lies, and the checksum of the row.
+//
+// 256 partitions by hash, each an open-addressing table with linear probing that grows by a quarter
+// when it is 85 % full. So an entry of 16 bytes costs at most 24 a key, and growing never holds
+// more than one partition twice.
+//
+// Thread safety: const methods may run together; any other method needs exclusive access.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "embstore/hash.h"
+
+namespace embstore {
+
+inline constexpr uint32_t kNoRow = UINT32_MAX;
+
+class SsdIndex {
+ public:
+  struct Entry {
+    int64_t key = 0;
+    uint32_t row = kNoRow;  // kNoRow: the place is free
+    uint32_t checksum = 0;
+  };
+
+  int64_t size() const { return size_; }
+  size_t bytes() const {
+    size_t total = 0;
+    for (const auto& partition : partitions_) total += partition.places.capacity() * sizeof(Entry);
+    return total;
+  }
+
+  // The entry of the key, or null.
+  const Entry* Find(int64_t key) const {
+    const uint64_t hash = HashKey(key);
+    const Partition& partition = partitions_[hash & 0xff];
+    if (partition.places.empty()) return nullptr;
+    const size_t n = partition.places.size();
+    for (size_t at = Home(hash, n);; at = at + 1 == n ? 0 : at + 1) {
+      const Entry& entry = partition.places[at];
+      if (entry.row == kNoRow) return nullptr;
+      if (entry.key == key) return &entry;
+    }
+  }
+  Entry* Find(int64_t key) { return const_cast<Entry*>(std::as_const(*this).Find(key)); }
+
+  void Prefetch(int64_t key) const {
+    const uint64_t hash = HashKey(key);
+    const Partition& partition = partitions_[hash & 0xff];
+    if (!partition.places.empty()) {
+      __builtin_prefetch(&partition.places[Home(hash, partition.places.size())]);
+    }
+  }
+
+  // The entry of a key that is not there yet; its row is to be set by the caller.
+  Entry& Insert(int64_t key);
+  // Removes a key if it is there.
+  void Erase(int64_t key);
+
+  template <typename Visit>
+  void ForEach(const Visit& visit) const {
+    for (const auto& partition : partitions_) {
+      for (const Entry& entry : partition.places) {
+        if (entry.row != kNoRow) visit(entry);
+      }
+    }
+  }
+
+ private:
+  struct Partition {
+    std::vector<Entry> places;
+    size_t used = 0;
+  };
+
+  static size_t Home(uint64_t hash, size_t n) {
+    return static_cast<size_t>((static_cast<unsigned __int128>(hash) * n) >> 64);
+  }
+  static Entry& FreePlace(Partition& partition, int64_t key);
+  static void GrowPartition(Partition& partition);
+
+  std::array<Partition, 256> partitions_;
+  int64_t size_ = 0;
+};
+
+}  // namespace embstore

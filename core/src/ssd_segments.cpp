@@ -1,0 +1,330 @@
+// How rows of an SSD store reach the files, and how their places are used again.
+#include <algorithm>
+#include <cstring>
+
+#include "ssd_store_impl.h"
+
+namespace embstore {
+namespace {
+
+constexpr size_t kQueuedSegments = 8;
+
+std::unique_ptr<std::byte, SegmentBuffer::Free> AlignedBytes(int64_t bytes) {
+  constexpr size_t kAlignment = 4096;
+  const size_t rounded = (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
+  void* data = std::aligned_alloc(kAlignment, rounded);
+  if (!data) throw OutOfMemory("a segment of " + std::to_string(bytes) + " bytes");
+  return std::unique_ptr<std::byte, SegmentBuffer::Free>(static_cast<std::byte*>(data));
+}
+
+}  // namespace
+
+SegmentWriter::SegmentWriter(Write write) : write_(std::move(write)), thread_([this] { Run(); }) {}
+
+SegmentWriter::~SegmentWriter() {
+  {
+    std::lock_guard guard(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void SegmentWriter::Run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stop_ || (!queue_.empty() && !error_); });
+    if (stop_) return;
+    const std::shared_ptr<SegmentBuffer> buffer = queue_.front();
+    busy_ = true;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      write_(*buffer);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    busy_ = false;
+    if (error) {
+      error_ = error;
+    } else {
+      finished_.push_back(buffer->segment);
+      queue_.pop_front();
+    }
+    changed_.notify_all();
+  }
+}
+
+// Waits until at most `queued` buffers are left. An earlier failure is tried again once.
+void SegmentWriter::WaitFor(std::unique_lock<std::mutex>& lock, size_t queued) {
+  if (error_) {
+    error_ = nullptr;
+    changed_.notify_all();
+  }
+  changed_.wait(lock, [&] { return error_ || queue_.size() <= queued; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void SegmentWriter::Push(std::shared_ptr<SegmentBuffer> buffer) {
+  std::unique_lock lock(mutex_);
+  WaitFor(lock, kQueuedSegments - 1);
+  queue_.push_back(std::move(buffer));
+  changed_.notify_all();
+}
+
+void SegmentWriter::Drain() {
+  std::unique_lock lock(mutex_);
+  WaitFor(lock, 0);
+}
+
+void SegmentWriter::Abandon() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !busy_; });
+  queue_.clear();
+  finished_.clear();
+  error_ = nullptr;
+}
+
+std::vector<int64_t> SegmentWriter::Finished() {
+  std::lock_guard guard(mutex_);
+  return std::exchange(finished_, {});
+}
+
+void SsdStoreImpl::OpenSegment() {
+  const int other = 1 - generation_;
+  if (readers_[other].load() == 0 && scanners_.load() == 0) {
+    free_.insert(retired_[other].begin(), retired_[other].end());
+    retired_[other].clear();
+    generation_ = other;
+  }
+  auto buffer = std::make_shared<SegmentBuffer>();
+  buffer->values = AlignedBytes(layout_.segment_bytes());
+  // Tails of blocks reach the file as well, and must not show what was in memory before.
+  std::memset(buffer->values.get(), 0, static_cast<size_t>(layout_.segment_bytes()));
+  buffer->keys.resize(static_cast<size_t>(layout_.rows_per_segment()));
+  buffer->meta.resize(static_cast<size_t>(layout_.rows_per_segment()));
+  const bool reuse = !free_.empty();
+  buffer->segment = reuse ? *free_.begin() : static_cast<int64_t>(segments_.size());
+  if (layout_.FirstRow(buffer->segment) + layout_.rows_per_segment() >= int64_t{kNoRow}) {
+    throw InvalidState(Describe() + " has no more places: it can hold 2^32 rows, garbage included");
+  }
+  if (reuse) {
+    free_.erase(free_.begin());
+  } else {
+    segments_.emplace_back();
+  }
+  Segment& segment = segments_[static_cast<size_t>(buffer->segment)];
+  segment.state = State::kInMemory;
+  segment.blocks = 0;
+  in_memory_[buffer->segment] = buffer;
+  open_ = std::move(buffer);
+}
+
+void SsdStoreImpl::Seal() {
+  Reap();
+  writer_->Push(open_);
+  open_ = nullptr;
+}
+
+void SsdStoreImpl::Append(int64_t key, const std::byte* row, uint64_t score) {
+  if (open_ && open_->rows == layout_.rows_per_segment()) Seal();
+  if (!open_) OpenSegment();
+  SsdIndex::Entry* entry = index_.Find(key);
+  if (entry) {
+    Release(entry->row);
+  } else {
+    entry = &index_.Insert(key);
+  }
+  const int64_t place = open_->rows++;
+  const int64_t block = place / layout_.rows_per_block, in_block = place % layout_.rows_per_block;
+  std::memcpy(open_->values.get() + block * layout_.block_bytes + in_block * layout_.row_bytes, row,
+              static_cast<size_t>(layout_.row_bytes));
+  entry->row = static_cast<uint32_t>(layout_.FirstRow(open_->segment) + place);
+  entry->checksum = RowChecksum(key, row, layout_.row_bytes);
+  open_->keys[static_cast<size_t>(place)] = key;
+  open_->meta[static_cast<size_t>(place)] = {score, entry->checksum};
+  ++segments_[static_cast<size_t>(open_->segment)].live;
+}
+
+void SsdStoreImpl::Release(uint32_t row) {
+  const int64_t number = layout_.SegmentOf(row);
+  Segment& segment = segments_[static_cast<size_t>(number)];
+  if (--segment.live == 0) Retire(number);
+}
+
+// Gives a segment free if nothing needs it any more.
+void SsdStoreImpl::Retire(int64_t number) {
+  Segment& segment = segments_[static_cast<size_t>(number)];
+  if (segment.state != State::kWritten || segment.live || segment.snapshots) return;
+  segment.state = State::kFree;
+  retired_[generation_].push_back(number);
+}
+
+// What the writer has finished can be read from the files from now on.
+void SsdStoreImpl::Reap() {
+  for (int64_t number : writer_->Finished()) {
+    in_memory_.erase(number);
+    Segment& segment = segments_[static_cast<size_t>(number)];
+    segment.state = State::kWritten;
+    segment.blocks = static_cast<uint32_t>(layout_.blocks_per_segment);
+    Retire(number);
+  }
+}
+
+// Runs on the writer's thread, or in FlushOpen for the open segment; never both for one segment.
+void SsdStoreImpl::WriteSegment(const SegmentBuffer& buffer) {
+  const int64_t blocks = (buffer.rows + layout_.rows_per_block - 1) / layout_.rows_per_block;
+  if (blocks == buffer.flushed_blocks) return;
+  const int64_t first_place = buffer.flushed_blocks * layout_.rows_per_block;
+  const auto places = static_cast<size_t>(buffer.rows - first_place);
+  const int64_t row = layout_.FirstRow(buffer.segment) + first_place;
+  const int64_t chunk = layout_.ChunkOf(row), in_chunk = row % layout_.rows_per_chunk();
+  const auto write = [&](SsdFiles::Kind kind, const void* data, size_t bytes, int64_t offset) {
+    WriteWhole(files_->Get(kind, chunk, true), data, bytes, offset, files_->NameOf(kind, chunk));
+    bytes_written_ += static_cast<int64_t>(bytes);
+  };
+  if (layout_.key_bytes == 8) {
+    write(SsdFiles::kKeys, buffer.keys.data() + first_place, places * 8, in_chunk * 8);
+  } else {
+    const std::vector<int32_t> narrow(buffer.keys.begin() + first_place,
+                                      buffer.keys.begin() + buffer.rows);
+    write(SsdFiles::kKeys, narrow.data(), places * 4, in_chunk * 4);
+  }
+  write(SsdFiles::kMeta, buffer.meta.data() + first_place, places * sizeof(RowMeta),
+        in_chunk * static_cast<int64_t>(sizeof(RowMeta)));
+  write(SsdFiles::kValues, buffer.values.get() + buffer.flushed_blocks * layout_.block_bytes,
+        static_cast<size_t>((blocks - buffer.flushed_blocks) * layout_.block_bytes),
+        layout_.ValueOffset(row));
+}
+
+// After this everything is in the files. The open segment goes on with a fresh block: a block that
+// a snapshot may name is never written again.
+void SsdStoreImpl::FlushOpen() {
+  writer_->Drain();
+  Reap();
+  if (!open_) return;
+  WriteSegment(*open_);
+  open_->flushed_blocks = (open_->rows + layout_.rows_per_block - 1) / layout_.rows_per_block;
+  open_->rows = open_->flushed_blocks * layout_.rows_per_block;
+  segments_[static_cast<size_t>(open_->segment)].blocks =
+      static_cast<uint32_t>(open_->flushed_blocks);
+}
+
+SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
+  SegmentRows rows;
+  const auto buffered = in_memory_.find(number);
+  if (buffered != in_memory_.end()) {
+    const SegmentBuffer& buffer = *buffered->second;
+    rows.values = AlignedBytes(layout_.segment_bytes());
+    std::memcpy(rows.values.get(), buffer.values.get(),
+                static_cast<size_t>(layout_.segment_bytes()));
+    rows.keys.assign(buffer.keys.begin(), buffer.keys.begin() + buffer.rows);
+    for (int64_t i = 0; i < buffer.rows; ++i) {
+      rows.scores.push_back(buffer.meta[static_cast<size_t>(i)].score);
+    }
+    return rows;
+  }
+  const Segment& segment = segments_[static_cast<size_t>(number)];
+  const int64_t row = layout_.FirstRow(number), chunk = layout_.ChunkOf(row);
+  const int64_t in_chunk = row % layout_.rows_per_chunk();
+  const auto read = [&](SsdFiles::Kind kind, void* data, size_t bytes, int64_t offset) {
+    const int fd = files_->Get(kind, chunk, false);
+    if (fd < 0) return false;
+    ReadWholeAt(fd, data, bytes, offset, files_->NameOf(kind, chunk));
+    return true;
+  };
+  const auto places = static_cast<size_t>(segment.blocks * layout_.rows_per_block);
+  rows.values = AlignedBytes(layout_.segment_bytes());
+  read(SsdFiles::kValues, rows.values.get(),
+       static_cast<size_t>(segment.blocks * layout_.block_bytes), layout_.ValueOffset(row));
+  // Keys and the rest end with the last row of a segment that was closed early.
+  std::vector<std::byte> raw(places * static_cast<size_t>(layout_.key_bytes));
+  rows.keys.resize(places);
+  const auto kept = [&](SsdFiles::Kind kind, size_t width) {
+    const int fd = files_->Get(kind, chunk, false);
+    if (fd < 0) return size_t{0};
+    const int64_t end = FileBytes(fd) - in_chunk * static_cast<int64_t>(width);
+    return std::min(places, static_cast<size_t>(std::max<int64_t>(end, 0)) / width);
+  };
+  const size_t keys = kept(SsdFiles::kKeys, static_cast<size_t>(layout_.key_bytes));
+  read(SsdFiles::kKeys, raw.data(), keys * static_cast<size_t>(layout_.key_bytes),
+       in_chunk * layout_.key_bytes);
+  rows.keys.resize(keys);
+  for (size_t i = 0; i < keys; ++i) {
+    if (layout_.key_bytes == 8) {
+      std::memcpy(&rows.keys[i], raw.data() + 8 * i, 8);
+    } else {
+      int32_t key;
+      std::memcpy(&key, raw.data() + 4 * i, 4);
+      rows.keys[i] = key;
+    }
+  }
+  const size_t known = std::min(keys, kept(SsdFiles::kMeta, sizeof(RowMeta)));
+  std::vector<RowMeta> meta(known);
+  read(SsdFiles::kMeta, meta.data(), known * sizeof(RowMeta),
+       in_chunk * static_cast<int64_t>(sizeof(RowMeta)));
+  rows.scores.assign(keys, 1);  // files of the original have none
+  for (size_t i = 0; i < known; ++i) rows.scores[i] = std::max<uint64_t>(meta[i].score, 1);
+  return rows;
+}
+
+// The segment with the fewest live rows, or -1 while less than half of the places are garbage.
+int64_t SsdStoreImpl::PickVictim() const {
+  constexpr int64_t kSlackSegments = 8;
+  int64_t places = 0, live = 0, best = -1;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    const Segment& segment = segments_[i];
+    if (segment.state != State::kWritten || segment.snapshots || segment.damaged) continue;
+    places += layout_.rows_per_segment();
+    live += segment.live;
+    if (best < 0 || segment.live < segments_[static_cast<size_t>(best)].live) {
+      best = static_cast<int64_t>(i);
+    }
+  }
+  return places > 2 * live + kSlackSegments * layout_.rows_per_segment() ? best : -1;
+}
+
+void SsdStoreImpl::Compact() {
+  if (scanners_.load() > 0) return;
+  for (int64_t victim; (victim = PickVictim()) >= 0;) {
+    try {
+      Empty(victim);
+    } catch (const InvalidState&) {
+      // Who reads the damaged row will hear of it; rows that are put have nothing to do with it.
+      segments_[static_cast<size_t>(victim)].damaged = true;
+    }
+  }
+}
+
+void SsdStoreImpl::Empty(int64_t number) {
+  const SegmentRows rows = ReadSegment(number);
+  const int64_t first = layout_.FirstRow(number);
+  for (size_t i = 0; i < rows.keys.size(); ++i) {
+    const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
+    const SsdIndex::Entry* entry = index_.Find(rows.keys[i]);
+    if (!entry || entry->row != row) continue;
+    const std::byte* data =
+        rows.values.get() + (layout_.ValueOffset(row) - layout_.ValueOffset(first));
+    Verify(row, entry->checksum, rows.keys[i], data);
+    Append(rows.keys[i], data, rows.scores[i]);
+    ++moved_rows_;
+  }
+  // Not live, and yet not retired by the last row that left: there was none.
+  if (segments_[static_cast<size_t>(number)].state == State::kWritten) Retire(number);
+}
+
+void SsdStoreImpl::ForgetRows() {
+  writer_->Abandon();
+  open_ = nullptr;
+  in_memory_.clear();
+  index_ = SsdIndex();
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    Segment& segment = segments_[i];
+    segment.live = 0;
+    if (segment.state == State::kInMemory) segment.state = State::kWritten;
+    Retire(static_cast<int64_t>(i));
+  }
+}
+
+}  // namespace embstore

@@ -1,0 +1,356 @@
+#include "embstore/ssd_store.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <shared_mutex>
+
+#include "batch_read.h"
+#include "embstore/memory.h"
+#include "embstore/parallel.h"
+#include "ssd_store_impl.h"
+
+namespace embstore {
+namespace {
+
+constexpr int64_t kKeysPerTask = 2048;
+constexpr int64_t kPrefetchDistance = 8;
+constexpr int kQueueDepth = 128;
+
+}  // namespace
+
+std::shared_ptr<SsdStore> SsdStore::Open(const SsdStoreOptions& options) {
+  return std::make_shared<SsdStoreImpl>(options);
+}
+
+SsdStoreImpl::SsdStoreImpl(const SsdStoreOptions& options)
+    : SsdStore(options.row_bytes), options_(options), layout_(options), process_(getpid()) {
+  if (options.capacity_rows < 0) {
+    throw InvalidArgument("capacity_rows should be at least 0 but is: " +
+                          std::to_string(options.capacity_rows));
+  }
+  files_ = std::make_unique<SsdFiles>(options_, layout_);
+  FindSnapshots();
+  writer_ = std::make_unique<SegmentWriter>([this](const SegmentBuffer& b) { WriteSegment(b); });
+}
+
+SsdStoreImpl::~SsdStoreImpl() {
+  // A child of fork has neither the thread nor the lock, and must not wait for them.
+  if (getpid() != process_) (void)writer_.release();
+}
+
+void SsdStoreImpl::RequireUsable() const {
+  if (!files_) throw InvalidState(Describe() + " is closed");
+  if (getpid() != process_) {
+    throw InvalidState(Describe() + " was opened by another process and cannot be used after fork");
+  }
+}
+
+void SsdStoreImpl::RequireWritable() const {
+  RequireUsable();
+  if (!options_.create) throw InvalidState(Describe() + " was opened for reading");
+}
+
+void SsdStoreImpl::RequireKeys(std::span<const int64_t> keys) const {
+  if (layout_.key_bytes == 8) return;
+  for (int64_t key : keys) {
+    if (key < std::numeric_limits<int32_t>::min() || key > std::numeric_limits<int32_t>::max()) {
+      throw InvalidArgument("keys should fit int32 in " + Describe() +
+                            " but one is: " + std::to_string(key));
+    }
+  }
+}
+
+void SsdStoreImpl::RequireRoom(std::span<const int64_t> keys) const {
+  const int64_t capacity = options_.capacity_rows;
+  if (capacity == 0 || index_.size() + static_cast<int64_t>(keys.size()) <= capacity) return;
+  std::vector<int64_t> fresh;
+  for (int64_t key : keys) {
+    if (!index_.Find(key)) fresh.push_back(key);
+  }
+  std::sort(fresh.begin(), fresh.end());
+  const auto count = std::unique(fresh.begin(), fresh.end()) - fresh.begin();
+  if (index_.size() + count > capacity) {
+    throw InvalidState(Describe() + " is full: it holds " + std::to_string(index_.size()) + " of " +
+                       std::to_string(capacity) + " rows and was given " + std::to_string(count) +
+                       " new ones; a larger capacity is needed");
+  }
+}
+
+int64_t SsdStoreImpl::size() const {
+  std::shared_lock guard(lock_);
+  return index_.size();
+}
+
+// The row where it is still in memory, else null.
+const std::byte* SsdStoreImpl::InMemory(uint32_t row, uint64_t* score) const {
+  const int64_t number = layout_.SegmentOf(row);
+  if (segments_[static_cast<size_t>(number)].state != State::kInMemory) return nullptr;
+  const SegmentBuffer& buffer = *in_memory_.find(number)->second;
+  const int64_t first = layout_.FirstRow(number);
+  if (score) *score = buffer.meta[static_cast<size_t>(row - first)].score;
+  return buffer.values.get() + (layout_.ValueOffset(row) - layout_.ValueOffset(first));
+}
+
+// Answers what is in memory, and returns what has to be read.
+std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t> keys,
+                                                        std::byte* rows, uint64_t* scores,
+                                                        uint8_t* found) const {
+  const auto n = static_cast<int64_t>(keys.size());
+  const int64_t tasks = (n + kKeysPerTask - 1) / kKeysPerTask;
+  std::vector<std::vector<Wanted>> parts(static_cast<size_t>(tasks));
+  ParallelFor(tasks, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
+    for (int64_t i = task * kKeysPerTask; i < end; ++i) {
+      if (i + kPrefetchDistance < end) {
+        index_.Prefetch(keys[static_cast<size_t>(i + kPrefetchDistance)]);
+      }
+      const SsdIndex::Entry* entry = index_.Find(keys[static_cast<size_t>(i)]);
+      found[i] = entry != nullptr;
+      if (!entry) continue;
+      const std::byte* data = InMemory(entry->row, scores ? scores + i : nullptr);
+      if (data) {
+        std::memcpy(rows + i * layout_.row_bytes, data, static_cast<size_t>(layout_.row_bytes));
+      } else {
+        parts[static_cast<size_t>(task)].push_back(
+            {entry->row, entry->checksum, static_cast<uint32_t>(i)});
+      }
+    }
+  });
+  std::vector<Wanted> wanted;
+  for (const auto& part : parts) wanted.insert(wanted.end(), part.begin(), part.end());
+  return wanted;
+}
+
+void SsdStoreImpl::Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
+                       uint8_t* found) const {
+  std::shared_lock guard(lock_);
+  RequireUsable();
+  std::vector<Wanted> wanted = FindAll(keys, rows, scores, found);
+  if (wanted.empty()) return;
+  // The reads need no lock: rows do not change, and their places are kept for whoever is counted.
+  std::atomic<int64_t>& readers = readers_[generation_];
+  ++readers;
+  struct Leave {
+    std::atomic<int64_t>& readers;
+    ~Leave() { --readers; }
+  } leave{readers};
+  guard.unlock();
+  if (scores) ReadScores(wanted, scores);
+  if (files_->direct()) {
+    ReadDirect(wanted, keys, rows);
+  } else {
+    ReadCached(wanted, keys, rows);
+  }
+}
+
+void SsdStoreImpl::Verify(uint32_t row, uint32_t checksum, int64_t key,
+                          const std::byte* data) const {
+  if (RowChecksum(key, data, layout_.row_bytes) == checksum) return;
+  const int64_t first = row / layout_.rows_per_block * layout_.rows_per_block;
+  throw InvalidState(Describe() + " is damaged: row " + std::to_string(row) + " of key " +
+                     std::to_string(key) + " does not match its checksum; its block holds rows " +
+                     std::to_string(first) + " to " +
+                     std::to_string(first + layout_.rows_per_block - 1) + " in " +
+                     files_->NameOf(SsdFiles::kValues, layout_.ChunkOf(row)));
+}
+
+// Past the page cache only whole sectors can be read: rows of one block share a read.
+void SsdStoreImpl::ReadDirect(std::vector<Wanted>& wanted, std::span<const int64_t> keys,
+                              std::byte* rows) const {
+  std::sort(wanted.begin(), wanted.end(),
+            [](const Wanted& a, const Wanted& b) { return a.row < b.row; });
+  const int64_t unit = files_->alignment();
+  std::vector<ReadRequest> requests;
+  std::vector<size_t> first;  // of the rows of a request in `wanted`
+  int64_t block = -1;
+  for (size_t j = 0; j < wanted.size(); ++j) {
+    const int64_t offset = layout_.ValueOffset(wanted[j].row);
+    const int64_t end = (offset + layout_.row_bytes + unit - 1) / unit * unit;
+    if (wanted[j].row / layout_.rows_per_block != block) {
+      block = wanted[j].row / layout_.rows_per_block;
+      const int fd = files_->Get(SsdFiles::kValues, layout_.ChunkOf(wanted[j].row), false);
+      requests.push_back({fd, offset / unit * unit, 0, nullptr});
+      first.push_back(j);
+    }
+    requests.back().bytes = static_cast<uint32_t>(end - requests.back().offset);
+  }
+  first.push_back(wanted.size());
+  ReadBatch(requests, kQueueDepth, [&](size_t i, const std::byte* data) {
+    for (size_t j = first[i]; j < first[i + 1]; ++j) {
+      const Wanted& row = wanted[j];
+      const std::byte* at = data + (layout_.ValueOffset(row.row) - requests[i].offset);
+      Verify(row.row, row.checksum, keys[row.at], at);
+      std::memcpy(rows + row.at * layout_.row_bytes, at, static_cast<size_t>(layout_.row_bytes));
+    }
+  });
+}
+
+void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
+                              std::byte* rows) const {
+  constexpr size_t kWorthSharing = 512;
+  const size_t parts = wanted.size() < kWorthSharing ? 1 : static_cast<size_t>(NumThreads());
+  ParallelFor(static_cast<int64_t>(parts), [&](int64_t part) {
+    const size_t begin = wanted.size() * static_cast<size_t>(part) / parts;
+    const size_t end = wanted.size() * static_cast<size_t>(part + 1) / parts;
+    std::vector<ReadRequest> requests;
+    requests.reserve(end - begin);
+    for (size_t j = begin; j < end; ++j) {
+      const int fd = files_->Get(SsdFiles::kValues, layout_.ChunkOf(wanted[j].row), false);
+      requests.push_back({fd, layout_.ValueOffset(wanted[j].row),
+                          static_cast<uint32_t>(layout_.row_bytes),
+                          rows + wanted[j].at * layout_.row_bytes});
+    }
+    ReadBatch(requests, kQueueDepth, [&](size_t i, const std::byte* data) {
+      const Wanted& row = wanted[begin + i];
+      Verify(row.row, row.checksum, keys[row.at], data);
+    });
+  });
+}
+
+void SsdStoreImpl::ReadScores(std::span<const Wanted> wanted, uint64_t* scores) const {
+  std::vector<ReadRequest> requests;
+  std::vector<RowMeta> meta(wanted.size());
+  for (size_t j = 0; j < wanted.size(); ++j) {
+    const int64_t row = wanted[j].row;
+    const int fd = files_->Get(SsdFiles::kMeta, layout_.ChunkOf(row), false);
+    if (fd < 0) {  // files of the original have none
+      meta[j].score = 1;
+      continue;
+    }
+    requests.push_back({fd, row % layout_.rows_per_chunk() * static_cast<int64_t>(sizeof(RowMeta)),
+                        static_cast<uint32_t>(sizeof(RowMeta)),
+                        reinterpret_cast<std::byte*>(&meta[j])});
+  }
+  ReadBatch(requests, kQueueDepth, [](size_t, const std::byte*) {});
+  for (size_t j = 0; j < wanted.size(); ++j) scores[wanted[j].at] = meta[j].score;
+}
+
+void SsdStoreImpl::Contains(std::span<const int64_t> keys, uint8_t* found) const {
+  std::shared_lock guard(lock_);
+  RequireUsable();
+  for (size_t i = 0; i < keys.size(); ++i) found[i] = index_.Find(keys[i]) != nullptr;
+}
+
+void SsdStoreImpl::Put(std::span<const int64_t> keys, const std::byte* rows,
+                       const uint64_t* scores) {
+  std::unique_lock guard(lock_);
+  RequireWritable();
+  RequireKeys(keys);
+  RequireRoom(keys);
+  const auto n = static_cast<int64_t>(keys.size());
+  const SegmentBuffer* before = open_.get();
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kPrefetchDistance < n) {
+      index_.Prefetch(keys[static_cast<size_t>(i + kPrefetchDistance)]);
+    }
+    Append(keys[static_cast<size_t>(i)], rows + i * layout_.row_bytes, scores[i]);
+  }
+  bytes_put_ += n * layout_.row_bytes;
+  if (open_.get() != before) Compact();
+}
+
+void SsdStoreImpl::Erase(std::span<const int64_t> keys) {
+  std::unique_lock guard(lock_);
+  RequireWritable();
+  for (int64_t key : keys) {
+    const SsdIndex::Entry* entry = index_.Find(key);
+    if (!entry) continue;
+    const uint32_t row = entry->row;
+    index_.Erase(key);
+    Release(row);
+  }
+}
+
+void SsdStoreImpl::Clear() {
+  std::unique_lock guard(lock_);
+  RequireWritable();
+  ForgetRows();
+}
+
+void SsdStoreImpl::Flush() {
+  std::unique_lock guard(lock_);
+  RequireUsable();
+  FlushOpen();
+}
+
+void SsdStoreImpl::Close() {
+  std::unique_lock guard(lock_);
+  if (!files_) return;
+  RequireUsable();
+  FlushOpen();
+  writer_.reset();
+  open_ = nullptr;
+  in_memory_.clear();
+  index_ = SsdIndex();
+  files_.reset();
+}
+
+SsdStoreStats SsdStoreImpl::stats() const {
+  std::shared_lock guard(lock_);
+  SsdStoreStats stats;
+  stats.rows = index_.size();
+  stats.index_bytes = static_cast<int64_t>(index_.bytes());
+  const auto used = std::count_if(segments_.begin(), segments_.end(), [](const Segment& segment) {
+    return segment.state != State::kFree || segment.snapshots > 0;
+  });
+  stats.file_bytes = used * layout_.segment_bytes();
+  stats.bytes_put = bytes_put_;
+  stats.bytes_written = bytes_written_;
+  stats.moved_rows = moved_rows_;
+  stats.direct = files_ && files_->direct();
+  return stats;
+}
+
+// Segment by segment, so that files are read from front to back.
+class SsdScanner final : public StoreScanner {
+ public:
+  explicit SsdScanner(const SsdStoreImpl& store) : store_(store) {
+    std::shared_lock guard(store.lock_);
+    store.RequireUsable();
+    ++store.scanners_;
+    for (size_t i = 0; i < store.segments_.size(); ++i) {
+      if (store.segments_[i].live > 0) segments_.push_back(static_cast<int64_t>(i));
+    }
+  }
+  ~SsdScanner() override { --store_.scanners_; }
+
+  void Next(int64_t max_rows, StoredRows& block) override {
+    block = {};
+    std::shared_lock guard(store_.lock_);
+    store_.RequireUsable();
+    while (next_ < segments_.size() && static_cast<int64_t>(block.keys.size()) < max_rows) {
+      Take(segments_[next_++], block);
+    }
+  }
+
+ private:
+  void Take(int64_t number, StoredRows& block) const {
+    const SsdLayout& layout = store_.layout_;
+    const auto rows = store_.ReadSegment(number);
+    const int64_t first = layout.FirstRow(number);
+    for (size_t i = 0; i < rows.keys.size(); ++i) {
+      const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
+      const SsdIndex::Entry* entry = store_.index_.Find(rows.keys[i]);
+      if (!entry || entry->row != row) continue;
+      const std::byte* data =
+          rows.values.get() + (layout.ValueOffset(row) - layout.ValueOffset(first));
+      store_.Verify(row, entry->checksum, rows.keys[i], data);
+      block.keys.push_back(rows.keys[i]);
+      block.scores.push_back(rows.scores[i]);
+      block.rows.insert(block.rows.end(), data, data + layout.row_bytes);
+    }
+  }
+
+  const SsdStoreImpl& store_;
+  std::vector<int64_t> segments_;
+  size_t next_ = 0;
+};
+
+std::unique_ptr<StoreScanner> SsdStoreImpl::Scan() const {
+  return std::make_unique<SsdScanner>(*this);
+}
+
+}  // namespace embstore

@@ -1,0 +1,177 @@
+// The parts of an SSD store. ssd_store.cpp has rows in and out, ssd_segments.cpp how they reach the
+// files, ssd_snapshot.cpp what survives the process.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "embstore/checksum.h"
+#include "embstore/rw_lock.h"
+#include "embstore/ssd_store.h"
+#include "ssd_files.h"
+#include "ssd_index.h"
+
+namespace embstore {
+
+// A checksum covers the key too, so that a damaged key file shows.
+inline uint32_t RowChecksum(int64_t key, const std::byte* row, int64_t bytes) {
+  return Crc32(Crc32(0, &key, sizeof(key)), row, static_cast<size_t>(bytes));
+}
+
+// A segment in memory: being filled, or on its way to the files.
+struct SegmentBuffer {
+  struct Free {
+    void operator()(std::byte* data) const { std::free(data); }
+  };
+  int64_t segment = 0;
+  int64_t rows = 0;            // places that are taken
+  int64_t flushed_blocks = 0;  // that are in the files already
+  std::unique_ptr<std::byte, Free> values;
+  std::vector<int64_t> keys;
+  std::vector<RowMeta> meta;
+};
+
+// Writes buffers in the order in which they come, on a thread of its own. A buffer that cannot be
+// written stays first in the queue until a retry succeeds, so nothing is lost by a full disk.
+class SegmentWriter {
+ public:
+  using Write = std::function<void(const SegmentBuffer&)>;
+  explicit SegmentWriter(Write write);
+  ~SegmentWriter();  // gives up what is still queued: see Drain
+
+  // Throws what writing threw, and takes nothing, while an earlier buffer cannot be written.
+  void Push(std::shared_ptr<SegmentBuffer> buffer);
+  void Drain();                     // until all is written; throws as Push does
+  void Abandon();                   // forgets what is queued
+  std::vector<int64_t> Finished();  // segments that were written since the last call
+
+ private:
+  void Run();
+  void WaitFor(std::unique_lock<std::mutex>& lock, size_t queued);
+
+  Write write_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<SegmentBuffer>> queue_;
+  std::vector<int64_t> finished_;
+  std::exception_ptr error_;  // of the first in the queue; the thread waits until it is taken
+  bool busy_ = false, stop_ = false;
+  std::thread thread_;
+};
+
+class SsdStoreImpl final : public SsdStore {
+ public:
+  explicit SsdStoreImpl(const SsdStoreOptions& options);
+  ~SsdStoreImpl() override;
+
+  std::string Describe() const override { return "ssd store " + options_.path; }
+  int64_t size() const override;
+  void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
+           uint8_t* found) const override;
+  void Contains(std::span<const int64_t> keys, uint8_t* found) const override;
+  void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override;
+  void Erase(std::span<const int64_t> keys) override;
+  void Clear() override;
+  void Flush() override;
+  std::unique_ptr<StoreScanner> Scan() const override;
+  void Snapshot(const std::string& name) override;
+  void LoadSnapshot(const std::string& name) override;
+
+  SsdStoreStats stats() const override;
+  std::vector<std::string> Snapshots() const override;
+  void DeleteSnapshot(const std::string& name) override;
+  void Close() override;
+
+ private:
+  friend class SsdScanner;
+  enum class State : uint8_t { kFree, kInMemory, kWritten };
+  struct Segment {
+    uint32_t live = 0;       // rows that the index names
+    uint32_t snapshots = 0;  // that name rows of it
+    uint32_t blocks = 0;     // in the files
+    State state = State::kFree;
+    bool damaged = false;  // found by compaction, which then leaves it alone
+  };
+  struct SegmentRows {  // a segment read back
+    std::unique_ptr<std::byte, SegmentBuffer::Free> values;
+    std::vector<int64_t> keys;
+    std::vector<uint64_t> scores;
+  };
+  struct Wanted {
+    uint32_t row, checksum, at;  // at: position in the batch
+  };
+
+  void RequireUsable() const;
+  void RequireWritable() const;
+  void RequireKeys(std::span<const int64_t> keys) const;
+  void RequireRoom(std::span<const int64_t> keys) const;
+  const std::byte* InMemory(uint32_t row, uint64_t* score) const;
+  std::vector<Wanted> FindAll(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
+                              uint8_t* found) const;
+  void ReadDirect(std::vector<Wanted>& wanted, std::span<const int64_t> keys,
+                  std::byte* rows) const;
+  void ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
+                  std::byte* rows) const;
+  void ReadScores(std::span<const Wanted> wanted, uint64_t* scores) const;
+  void Verify(uint32_t row, uint32_t checksum, int64_t key, const std::byte* data) const;
+
+  // ssd_segments.cpp; the caller has exclusive access unless the method is const
+  void Append(int64_t key, const std::byte* row, uint64_t score);
+  void OpenSegment();
+  void Seal();
+  void Release(uint32_t row);
+  void Retire(int64_t segment);
+  void Reap();
+  void FlushOpen();
+  void WriteSegment(const SegmentBuffer& buffer);
+  SegmentRows ReadSegment(int64_t segment) const;
+  void Compact();
+  int64_t PickVictim() const;
+  void Empty(int64_t segment);
+  void ForgetRows();
+
+  // ssd_snapshot.cpp
+  std::vector<uint64_t> ReadSnapshot(const std::string& name, bool verify) const;
+  void LoadSegment(int64_t segment, std::span<const uint64_t> rows, SsdIndex& index) const;
+  std::vector<int64_t> SegmentsOf(const std::vector<uint64_t>& sorted_rows) const;
+  void WriteSnapshot(const std::string& folder, const std::vector<uint64_t>& sorted_rows);
+  void Refer(const std::string& name, std::vector<int64_t> segments);
+  void Unrefer(const std::string& name);
+  void FindSnapshots();
+
+  const SsdStoreOptions options_;
+  const SsdLayout layout_;
+  const pid_t process_;
+  mutable RwLock lock_;
+  std::unique_ptr<SsdFiles> files_;  // null once closed
+  SsdIndex index_;
+  std::vector<Segment> segments_;
+  std::set<int64_t> free_;
+  // Segments that nothing names any more, but that a reader may still be at. Readers count
+  // themselves in the generation in which they looked their rows up; what was retired in the other
+  // one is free once it has no readers, and then the generations change places.
+  std::vector<int64_t> retired_[2];
+  mutable std::atomic<int64_t> readers_[2] = {0, 0};
+  int generation_ = 0;
+  mutable std::atomic<int64_t> scanners_{0};  // while there are any, no row moves
+  std::shared_ptr<SegmentBuffer> open_;
+  std::map<int64_t, std::shared_ptr<SegmentBuffer>> in_memory_;  // by segment, the open one too
+  std::map<std::string, std::vector<int64_t>> snapshots_;        // the segments that each names
+  std::atomic<int64_t> bytes_put_{0}, bytes_written_{0}, moved_rows_{0};
+  std::unique_ptr<SegmentWriter> writer_;
+};
+
+}  // namespace embstore

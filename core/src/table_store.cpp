@@ -1,0 +1,201 @@
+// A table as a write-back cache of the store below it.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "embstore/parallel.h"
+#include "embstore/table.h"
+#include "fetched_rows.h"
+
+namespace embstore {
+namespace {
+
+// Rows that go down in one Put: enough to fill the queue of a disk, little enough to copy.
+constexpr size_t kRowsPerPut = 16384;
+
+}  // namespace
+
+Store& Table::RequireStore() const {
+  if (!options_.store) throw InvalidState("table '" + options_.name + "' has no store below it");
+  return *options_.store;
+}
+
+bool Table::MayExceedBudget() const {
+  return options_.store && options_.score_strategy != ScoreStrategy::kNoEviction;
+}
+
+FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing) const {
+  if (!options_.store || missing.empty()) return {};
+  // Every other strategy sets the score of a key that comes up.
+  return FetchedRows(*options_.store, keys, missing, /*with_scores=*/counts_occurrences());
+}
+
+void Table::FillRow(Slot slot, int64_t key, const FetchedRows& below, const float* initial) {
+  const FetchedRows::Row fetched = below.Find(key);
+  if (tracks_dirty()) dirty_[static_cast<size_t>(slot)] = 0;
+  if (!fetched.data) {
+    InitRow(slot, key, initial);
+    return;
+  }
+  std::memcpy(row(slot), fetched.data, static_cast<size_t>(stored_row_bytes()));
+  if (fetched.score) index_->set_score(slot, index_->entry(slot).score + fetched.score);
+  std::atomic_ref<int64_t>(stats_.fetches).fetch_add(1, std::memory_order_relaxed);
+}
+
+void Table::WriteBack(std::span<const Evicted> rows) {
+  if (!options_.store) return;
+  const auto bytes = static_cast<size_t>(stored_row_bytes());
+  std::vector<const Evicted*> dirty;
+  for (const Evicted& gone : rows) {
+    if (dirty_[static_cast<size_t>(gone.slot)]) dirty.push_back(&gone);
+  }
+  if (!rows.empty()) ++layout_;  // an export would meet them twice, or not at all
+  std::vector<int64_t> keys;
+  std::vector<uint64_t> scores;
+  const PooledBuffer buffer(std::min(dirty.size(), kRowsPerPut) * bytes);
+  for (size_t begin = 0; begin < dirty.size(); begin += kRowsPerPut) {
+    const size_t n = std::min(kRowsPerPut, dirty.size() - begin);
+    keys.resize(n);
+    scores.resize(n);
+    for (size_t j = 0; j < n; ++j) {
+      const Evicted& gone = *dirty[begin + j];
+      keys[j] = gone.key;
+      scores[j] = gone.score;
+      std::memcpy(buffer.as<std::byte>() + j * bytes, row(gone.slot), bytes);
+    }
+    options_.store->Put(keys, buffer.as<std::byte>(), scores.data());
+    if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
+    for (size_t j = 0; j < n; ++j) dirty_[static_cast<size_t>(dirty[begin + j]->slot)] = 0;
+    stats_.write_backs += static_cast<int64_t>(n);
+  }
+}
+
+// The rows of victims and of free slots have not been touched, so the index alone has to go back.
+void Table::Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+                 std::span<const uint32_t> inserted, std::span<const Evicted> evicted) {
+  for (const Evicted& gone : evicted) index_->Replace(gone.slot, gone.key, gone.score);
+  int64_t erased = 0;
+  for (uint32_t i : inserted) {
+    const Slot slot = index_->Find(keys[i]);
+    if (slot == kNoSlot) continue;  // it had the place of a victim
+    index_->Erase(slot);
+    ++erased;
+  }
+  index_->AddSize(-erased);
+  for (uint32_t i : missing) slots[i] = index_->Find(keys[i]);
+}
+
+std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Slot* slots) const {
+  const auto n = static_cast<int64_t>(keys.size());
+  std::vector<uint32_t> missing;
+  for (int64_t i = 0; i < n; i += kProbeBlock) {
+    const int64_t m = std::min(kProbeBlock, n - i);
+    ActiveKernels().find(index(), keys.data() + i, m, slots + i, ScoreUpdate::kKeep, 0, nullptr);
+    for (int64_t j = i; j < i + m; ++j) {
+      if (slots[j] == kNoSlot) missing.push_back(static_cast<uint32_t>(j));
+    }
+  }
+  return missing;
+}
+
+// Gives those of the missing keys a slot that were fetched.
+void Table::Install(std::span<const int64_t> keys, Slot* slots, std::vector<uint32_t> missing,
+                    const FetchedRows& below) {
+  std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
+  if (missing.empty()) return;
+  // The lowest score: a row that is brought up and then not used goes first.
+  InsertMissing(keys.data(), slots, missing, 1, below, nullptr);
+  if (!counts_occurrences()) return;
+  for (uint32_t i : missing) {  // coming up is no occurrence
+    if (slots[i] == kNoSlot) continue;
+    index_->set_score(slots[i], std::max<uint64_t>(below.Find(keys[i]).score, 1));
+  }
+}
+
+void Table::BringUp(std::span<const int64_t> keys, Slot* slots) {
+  std::vector<uint32_t> missing = FindMissing(keys, slots);
+  if (!options_.store || missing.empty()) return;
+  const FetchedRows below = Fetch(keys.data(), missing);
+  Install(keys, slots, std::move(missing), below);
+}
+
+std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
+  RequireStore();
+  auto list = std::make_unique<SlotList>(shared_from_this(), static_cast<int64_t>(keys.size()));
+  Slot* slots = list->data();
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  std::vector<uint32_t> missing = FindMissing(keys, slots);
+  if (missing.empty()) return list;
+  ++prefetches_;
+  const uint64_t contents = contents_;
+  guard.unlock();
+  FetchedRows below;
+  std::exception_ptr failure;
+  try {
+    below = Fetch(keys.data(), missing);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  guard.lock();
+  const bool all_changed = contents != contents_;
+  std::vector<uint32_t> current, stale;
+  for (uint32_t i : missing) {
+    slots[i] = index_ ? index_->Find(keys[i]) : kNoSlot;
+    if (slots[i] != kNoSlot) continue;  // the training brought it up itself
+    (all_changed || changed_below_.contains(keys[i]) ? stale : current).push_back(i);
+  }
+  if (--prefetches_ == 0) changed_below_.clear();
+  if (failure) std::rethrow_exception(failure);
+  RequireOpen();
+  Install(keys, slots, std::move(current), below);
+  if (!stale.empty()) {
+    below = Fetch(keys.data(), stale);
+    Install(keys, slots, std::move(stale), below);
+  }
+  return list;
+}
+
+void Table::WriteBackDirty() {
+  std::vector<Evicted> rows;
+  const auto write = [&] {
+    WriteBack(rows);
+    rows.clear();
+  };
+  for (Slot slot = 0; slot < static_cast<Slot>(index_->capacity()); ++slot) {
+    if (!dirty_[static_cast<size_t>(slot)] || !index_->IsUsed(slot)) continue;
+    rows.push_back({index_->entry(slot).key, index_->entry(slot).score, slot});
+    if (rows.size() == kRowsPerPut) write();
+  }
+  write();
+}
+
+void Table::Flush() {
+  Store& store = RequireStore();
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  WriteBackDirty();
+  store.Flush();
+}
+
+void Table::SaveSnapshot(const std::string& name) {
+  Store& store = RequireStore();
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  WriteBackDirty();
+  store.Snapshot(name);
+}
+
+void Table::LoadSnapshot(const std::string& name) {
+  Store& store = RequireStore();
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  store.LoadSnapshot(name);
+  ForgetRows();
+}
+
+}  // namespace embstore

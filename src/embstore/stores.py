@@ -1,0 +1,251 @@
+"""Stores: what keeps rows by key below a table.
+
+    store = MemoryStore(row_bytes(dim=2, optimizer=Adam()))
+    table = Table("user", dim=2, optimizer=Adam(), max_capacity=128, store=store)
+
+The table is then a write-back cache of its store. A row is kept as bytes, [embedding | optimizer state], and
+travels with its score:
+
+    keys    (n) int64      rows  (n, row_bytes) uint8      scores  (n) uint64      found  (n) bool
+
+`Store` is the base of stores of your own, written in Python; the others run in the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore import _core
+from embstore.arrays import address, as_keys, as_scores
+from embstore.optimizers import SGD, Optimizer
+from embstore.options import DType
+
+KeyArray = npt.NDArray[np.int64]
+RowArray = npt.NDArray[np.uint8]
+ScoreArray = npt.NDArray[np.uint64]
+FoundArray = npt.NDArray[np.bool_]
+
+
+def row_bytes(dim: int, optimizer: Optimizer | None = None, dtype: DType = DType.FLOAT32) -> int:
+    """Bytes of a row as a store keeps it: the embedding and its optimizer state."""
+    return _core.stored_row_bytes(dim, int(dtype), (optimizer or SGD()).engine_name)
+
+
+class Store:
+    """Base of stores written in Python: implement `get`, `put`, `erase`, `scan` and `__len__`.
+
+    The engine calls these methods with the GIL held, from whatever thread needs rows, while it holds the lock
+    of the table: a method must not use that table. Arrays that it gets are its own to keep. An exception in
+    `get` or `put` reaches the caller of the table, which loses no row by it.
+    """
+
+    def __init__(self, row_bytes: int) -> None:
+        self.row_bytes = row_bytes
+
+    # ---- to be implemented
+
+    def get(self, keys: KeyArray) -> tuple[RowArray, ScoreArray, FoundArray]:
+        """Rows, scores and which keys are here; what is not found may hold anything."""
+        raise NotImplementedError(f"{type(self).__name__} should implement get")
+
+    def put(self, keys: KeyArray, rows: RowArray, scores: ScoreArray) -> None:
+        """Takes rows; of duplicate keys the last counts."""
+        raise NotImplementedError(f"{type(self).__name__} should implement put")
+
+    def erase(self, keys: KeyArray) -> None:
+        """Removes keys; those that are not here are passed by."""
+        raise NotImplementedError(f"{type(self).__name__} should implement erase")
+
+    def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
+        """All rows in blocks, each key once."""
+        raise NotImplementedError(f"{type(self).__name__} should implement scan")
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} should implement __len__")
+
+    # ---- to be implemented where there is something better, or more, to do
+
+    def contains(self, keys: KeyArray) -> FoundArray:
+        """Which keys are here."""
+        return self.get(keys)[2]
+
+    def clear(self) -> None:
+        """Removes every key."""
+        for keys, _, _ in list(self.scan()):
+            self.erase(keys)
+
+    def flush(self) -> None:
+        """Makes what was put durable."""
+
+    def snapshot(self, name: str) -> None:
+        """Keeps the contents under a name."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no snapshots")
+
+    def load_snapshot(self, name: str) -> None:
+        """Replaces the contents with those of a snapshot, or raises and leaves them."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no snapshots")
+
+    # ---- for the engine
+
+    def handle(self) -> _core.Store:
+        """The engine's view of this store. Not kept here: it keeps this store alive, and a cycle through the
+        engine would never be collected."""
+        return _core.python_store(self, self.row_bytes)
+
+
+class EngineStore(Store):
+    """Base of the stores that run in the engine; use one of the subclasses."""
+
+    def __init__(self, handle: _core.Store) -> None:
+        super().__init__(handle.row_bytes)
+        self._handle = handle
+
+    def handle(self) -> _core.Store:
+        return self._handle
+
+    def __repr__(self) -> str:
+        return f"<{self._handle.describe()}: {len(self)} rows of {self.row_bytes} bytes>"
+
+    def __len__(self) -> int:
+        return self._handle.size()
+
+    def get(self, keys: object) -> tuple[RowArray, ScoreArray, FoundArray]:
+        k = as_keys(keys)
+        rows, scores = np.zeros((k.n, self.row_bytes), np.uint8), np.zeros(k.n, np.uint64)
+        found = np.empty(k.n, np.uint8)
+        self._handle.get(k.address, k.n, address(rows), address(scores), address(found))
+        return rows, scores, found.astype(bool)
+
+    def put(self, keys: object, rows: object, scores: object = None) -> None:
+        """Takes rows as bytes, or as any numbers of row_bytes bytes a row. scores: 1 when not given."""
+        k = as_keys(keys)
+        r = np.ascontiguousarray(rows)
+        if r.ndim != 2 or r.shape[0] != k.n or r.itemsize * r.shape[1] != self.row_bytes:
+            raise ValueError(
+                f"rows should have the shape ({k.n}, {self.row_bytes}) in bytes "
+                f"but have: {r.shape} of {r.dtype}"
+            )
+        s = np.ones(k.n, np.uint64) if scores is None else as_scores(scores, k.n)
+        self._handle.put(k.address, k.n, address(r), address(s))
+
+    def contains(self, keys: object) -> FoundArray:
+        k = as_keys(keys)
+        found = np.empty(k.n, np.uint8)
+        self._handle.contains(k.address, k.n, address(found))
+        return found.astype(bool)
+
+    def erase(self, keys: object) -> None:
+        k = as_keys(keys)
+        self._handle.erase(k.address, k.n)
+
+    def clear(self) -> None:
+        self._handle.clear()
+
+    def flush(self) -> None:
+        self._handle.flush()
+
+    def scan(self, block_rows: int = 65536) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
+        yield from scan_handle(self._handle, block_rows)
+
+    def snapshot(self, name: str) -> None:
+        self._handle.snapshot(name)
+
+    def load_snapshot(self, name: str) -> None:
+        self._handle.load_snapshot(name)
+
+
+def scan_handle(
+    handle: _core.Store, block_rows: int = 65536
+) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
+    """All rows of a store of the engine, in blocks."""
+    if block_rows < 1:
+        raise ValueError(f"block_rows should be at least 1 but is: {block_rows}")
+    scanner = handle.scan()
+    while (block := scanner.next(block_rows, handle.row_bytes)) is not None:
+        keys, rows, scores = block
+        yield keys, rows, scores
+
+
+class MemoryStore(EngineStore):
+    """Rows in host memory. Beyond `capacity_rows` (0: no bound) `put` raises and takes nothing."""
+
+    def __init__(self, row_bytes: int, capacity_rows: int = 0) -> None:
+        super().__init__(_core.memory_store(row_bytes, capacity_rows))
+
+
+class NullStore(EngineStore):
+    """Forgets what it is given and finds nothing."""
+
+    def __init__(self, row_bytes: int) -> None:
+        super().__init__(_core.null_store(row_bytes))
+
+
+class TieredStore(EngineStore):
+    """Two stores as one: what is put goes to `upper`, and on to `lower` when there are more than about
+    `upper_rows` rows of it. Tiers stack, since both may be any store.
+
+    >>> store = TieredStore(MemoryStore(8), NullStore(8), upper_rows=1000)
+    """
+
+    def __init__(self, upper: Store, lower: Store, upper_rows: int) -> None:
+        self.upper, self.lower = upper, lower
+        super().__init__(_core.tiered_store(upper.handle(), lower.handle(), upper_rows))
+
+
+class SsdStore(EngineStore):
+    """Rows in files under a directory, with an index of at most 24 bytes a key in memory.
+
+    path                  the directory; made where there is none. One process at a time
+    key_bytes             8, or 4 where keys fit int32
+    physical_block_bytes  4096 or 512: what the device reads at once
+    capacity_rows         beyond it `put` raises and takes nothing (0: no bound)
+    direct                reads and writes go past the page cache, where the filesystem can do that
+    create                False: only read a store that is there; several processes may do that at once
+
+    Only snapshots outlive the process: a directory that is opened is empty until `load_snapshot`.
+    Several live side by side; what one of them names is neither overwritten nor moved until
+    `delete_snapshot`. Files that cannot be read or written raise OSError, damaged rows RuntimeError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        row_bytes: int,
+        *,
+        key_bytes: int = 8,
+        physical_block_bytes: int = 4096,
+        capacity_rows: int = 0,
+        direct: bool = True,
+        create: bool = True,
+    ) -> None:
+        self.path = os.fspath(path)
+        self._ssd = _core.ssd_store(
+            self.path, row_bytes, key_bytes, physical_block_bytes, capacity_rows, direct, create
+        )
+        super().__init__(self._ssd)
+
+    def snapshots(self) -> list[str]:
+        """The names of all snapshots."""
+        return self._ssd.snapshots()
+
+    def delete_snapshot(self, name: str) -> None:
+        """Removes a snapshot; the places of its rows can be used again."""
+        self._ssd.delete_snapshot(name)
+
+    def stats(self) -> _core.SsdStoreStats:
+        """Rows, bytes in memory and in files, and bytes put and written since it was opened."""
+        return self._ssd.stats()
+
+    def close(self) -> None:
+        """Gives the directory free. Every other use raises RuntimeError afterwards."""
+        self._ssd.close()
+
+    def __enter__(self) -> SsdStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

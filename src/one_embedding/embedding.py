@@ -1,0 +1,428 @@
+"""The modules: ids in, vectors out; rows in memory or on SSD, as the store options say."""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import embstore
+from embstore.batch import Access, Request, run
+from embstore.initializers import initial_values
+from embstore.modules import PendingGradients
+from embstore.stores import SsdStore
+from one_embedding.optimizer import Rule, watch
+from one_embedding.options import Options, StoreOptions, initializer_from, make_normal_initializer
+from one_embedding.persistent_table import make_persistent_table_reader
+from one_embedding.ranks import Ranks
+
+# What the shadow has for a gradient while gradients of rows are pending. Its square is 0 in float32, so it
+# adds nothing to a norm; who scales gradients (a GradScaler, clipping) scales it too and thereby the rows'.
+_PENDING = 2.0**-100
+
+# Initial values depend on the seed, the id and the column alone, not on the name of an embedding.
+_STREAM = "one_embedding"
+
+_names: weakref.WeakValueDictionary[str, MultiTableMultiColumnEmbedding] = weakref.WeakValueDictionary()
+
+
+class MultiTableMultiColumnEmbedding(nn.Module):
+    """Vectors of ids of several tables that share one space of ids; a vector may consist of columns.
+
+    name                 one of its own in the process
+    embedding_dim        components of a vector, or those of each column
+    dtype                torch.float32
+    key_type             torch.int64 or torch.int32: the dtype of ids
+    tables               from make_table_options; they choose the initializer of an id. None: one table
+    store_options        from one of the make_*_store_options
+    default_initializer  for tables=None; normal with std 0.05 when not given
+    padding_idx          an id whose vector is 0, gets no gradient and is never stored
+    seed                 of the initial values
+
+    Train it with torch.optim.SGD, Adam, Adagrad or one_embedding.Ftrl over `parameters()`. Under an
+    initialised torch.distributed each id is kept by one rank, and a batch of each rank gets the vectors of
+    all; gradients of all ranks are added up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[Options] | None,
+        store_options: Options,
+        default_initializer: Options | None = None,
+        padding_idx: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name should be a non-empty string but is: {name!r}")
+        if name in _names:
+            raise ValueError(f"name should be one of its own in a process but there is another: {name!r}")
+        if dtype != torch.float32:
+            raise ValueError(f"dtype should be torch.float32 but is: {dtype}")
+        if key_type not in (torch.int64, torch.int32):
+            raise ValueError(f"key_type should be torch.int64 or torch.int32 but is: {key_type}")
+        if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
+            raise ValueError(f"padding_idx should be an integer or None but is: {padding_idx!r}")
+        self.name, self.key_type, self.padding_idx, self.seed = name, key_type, padding_idx, seed
+        self.columns = _columns(embedding_dim)
+        self.embedding_dim = sum(self.columns)
+        self._initializers = _initializers(tables, default_initializer, len(self.columns))
+        self._options = StoreOptions.from_dict(store_options)
+        self._row_floats = self._options.row_floats(self.embedding_dim)
+        if self._row_floats < self.embedding_dim:
+            raise ValueError(
+                f"storage_dim should be at least embedding_dim ({self.embedding_dim}) "
+                f"but is: {self._row_floats}"
+            )
+        self._ranks = Ranks()
+        self._table = self._ranks.together(self._open, "opening the store")
+        self._capacity = self._rank_capacity()
+        self._rows_at_most = 0  # rows that there may be now
+        self._pending = PendingGradients()
+        self._steps = 0
+        self.shadow = nn.Parameter(torch.zeros(1))
+        _names[name] = self
+        watch(self)
+
+    # ---- the store
+
+    def _folder(self) -> str:
+        path, rank, world = self._options.path, self._ranks.rank, self._ranks.world
+        if isinstance(path, str):
+            return os.path.join(path, _rank_folder(rank, world))
+        if len(path) != world:
+            raise ValueError(
+                f"persistent_path should have one directory a rank ({world}) but has: {len(path)}"
+            )
+        return path[rank]
+
+    def _open(self) -> embstore.Table:
+        # The optimizer is known when it first steps; until then any with as much state stands for it.
+        extra = (self._row_floats - self.embedding_dim) // self.embedding_dim
+        stand_ins = (embstore.SGD(), embstore.SGD(momentum=0.9), embstore.Adam())
+        optimizer = stand_ins[min(extra, 2)]
+        row_bytes = embstore.stores.row_bytes(self.embedding_dim, optimizer)
+        budget = self._options.cache_budget_bytes
+        store = SsdStore(
+            self._folder(),
+            row_bytes,
+            key_bytes=self.key_type.itemsize,
+            physical_block_bytes=self._options.physical_block_size,
+        )
+        if budget is None:
+            sizes: dict[str, Any] = {"score_strategy": "no_eviction"}
+        else:
+            sizes = {"max_capacity": max(128, budget // row_bytes)}
+        return embstore.Table(
+            _STREAM,
+            dim=self.embedding_dim,
+            optimizer=optimizer,
+            initializer=self._initializers[0][0],
+            seed=self.seed,
+            check_mode="error",
+            store=store,
+            **sizes,
+        )
+
+    @property
+    def store(self) -> SsdStore:
+        """The files below the rows in memory."""
+        store = self._table.store
+        assert isinstance(store, SsdStore)
+        return store
+
+    @property
+    def table(self) -> embstore.Table:
+        """The rows of this rank."""
+        return self._table
+
+    def _rank_capacity(self) -> int | None:
+        capacity, world = self._options.capacity, self._ranks.world
+        if capacity is None or world == 1:
+            return capacity
+        share = capacity // world
+        return share + max(share // 20, 4096)  # hashing does not divide evenly
+
+    def _require_room(self, keys: torch.Tensor) -> None:
+        """Raises when new ids of a batch would exceed the capacity. Counts only when it is near."""
+        if self._capacity is None:
+            return
+        self._rows_at_most += keys.numel()
+        if self._rows_at_most <= self._capacity:
+            return
+        table = self._table
+        resident = np.concatenate([r.keys for r in _resident(table)])
+        rows = len(self.store) + int((~self.store.contains(resident)).sum())
+        fresh = torch.unique(keys)
+        fresh = fresh[~table.contains(fresh)]
+        if rows + len(fresh) > self._capacity:
+            self._rows_at_most = rows
+            raise RuntimeError(
+                f"embedding {self.name!r} is full: it holds {rows} of {self._capacity} rows and was given "
+                f"{len(fresh)} new ids; a larger capacity is needed"
+            )
+        self._rows_at_most = rows + len(fresh)
+
+    # ---- forward
+
+    def forward(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Vectors of the shape ids.shape + (embedding_dim,), on the device of the ids.
+
+        table_ids, of the shape of ids, say of which table an id is. Without them the last dimension of ids
+        runs over the tables.
+        """
+        keys, tables = self._ranks.together(lambda: self._checked(ids, table_ids), "a forward pass")
+        stored = None if self.padding_idx is None else keys != self.padding_idx
+        if stored is not None:
+            keys, tables = keys[stored], tables[stored]
+        if self._ranks.world == 1:
+            vectors = self._answer(keys, tables)
+        else:
+            columns = torch.stack([keys, tables], dim=1)
+            vectors = self._ranks.look_up(columns, lambda asked: self._answer(asked[:, 0], asked[:, 1]))
+        if stored is not None:
+            whole = vectors.new_zeros(ids.numel(), self.embedding_dim)
+            vectors = whole.masked_scatter(stored.unsqueeze(1), vectors)
+        return vectors.view(*ids.shape, self.embedding_dim).to(ids.device)
+
+    def _checked(
+        self, ids: torch.Tensor, table_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
+            told = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise TypeError(f"ids should be a tensor of the key_type {self.key_type} but are: {told}")
+        if ids.device.type == "meta":
+            raise ValueError("ids should have data but their device is: meta")
+        count = len(self._initializers)
+        if table_ids is None:
+            if count > 1 and (ids.dim() == 0 or ids.shape[-1] % count):
+                raise ValueError(
+                    f"ids should have a last dimension of {count} (one for each table) without table_ids "
+                    f"but have the shape: {tuple(ids.shape)}"
+                )
+            tables = torch.arange(ids.numel()) % count
+        else:
+            if not isinstance(table_ids, torch.Tensor) or table_ids.shape != ids.shape:
+                told = (
+                    tuple(table_ids.shape)
+                    if isinstance(table_ids, torch.Tensor)
+                    else type(table_ids).__name__
+                )
+                raise ValueError(
+                    f"table_ids should have the shape {tuple(ids.shape)} of ids but have: {told}"
+                )
+            if table_ids.is_floating_point() or table_ids.dtype == torch.bool:
+                raise TypeError(f"table_ids should be integers but their dtype is: {table_ids.dtype}")
+            tables = table_ids.to("cpu", torch.int64).reshape(-1)
+            if tables.numel() and not (int(tables.min()) >= 0 and int(tables.max()) < count):
+                wrong = tables[(tables < 0) | (tables >= count)][0]
+                raise ValueError(f"table_ids should be between 0 and {count - 1} but one is: {int(wrong)}")
+        return ids.detach().to("cpu", torch.int64).reshape(-1), tables
+
+    def _answer(self, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Vectors of ids that this rank owns."""
+        keys = keys.contiguous()
+        if self.training:
+            self._require_room(keys)
+        access = Access.TRAIN if self.training else Access.READ_INITIAL
+        request = Request(self._table, keys, initial=self._initial(keys, tables))
+        (vectors,) = run([request], access=access, anchor=self.shadow, update=self._keep_gradients)
+        return vectors
+
+    def _initial(self, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor | None:
+        """What the missing ids of a batch begin with; None where the table knows by itself."""
+        if len(self.columns) == 1 and all(t == self._initializers[0] for t in self._initializers):
+            return None
+        missing = (~self._table.contains(keys)).nonzero().flatten()
+        if not len(missing):
+            return None
+        initial = torch.empty(len(keys), self.embedding_dim)
+        for number, columns in enumerate(self._initializers):
+            chosen = missing[tables[missing] == number]
+            if len(chosen):
+                initial[chosen] = self._initial_rows(keys[chosen].numpy(), columns)
+        return initial
+
+    def _initial_rows(self, keys: Any, columns: tuple[embstore.Initializer, ...]) -> torch.Tensor:
+        parts = []
+        for number, (initializer, width) in enumerate(zip(columns, self.columns, strict=True)):
+            stream = _STREAM if number == 0 else f"{_STREAM}/{number}"
+            parts.append(initial_values(initializer, keys, width, seed=self.seed, stream=stream))
+        return torch.from_numpy(np.concatenate(parts, axis=1))
+
+    def prefetch(self, ids: torch.Tensor) -> Any:
+        """Brings the rows of a coming batch up from the files; they stay while the result lives."""
+        return self._table.prefetch(ids.detach().to("cpu", torch.int64).reshape(-1))
+
+    # ---- gradients
+
+    def _keep_gradients(self, gradients: Any) -> None:
+        self._drop_zeroed()
+        self._pending.add(gradients)
+        if self.shadow.grad is None or not self.shadow.grad.any():
+            self.shadow.grad = torch.full_like(self.shadow, _PENDING)
+
+    def _drop_zeroed(self) -> None:
+        """`zero_grad` of an optimizer reaches the shadow alone: what is pending goes with its gradient."""
+        if self.shadow.grad is None or not self.shadow.grad.any():
+            self._pending.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of rows that no step has used yet."""
+        super().zero_grad(set_to_none)
+        self._pending.clear()
+
+    def check_rule(self, rule: Rule) -> None:
+        """Raises when rows have no room, or too much, for the state of this optimizer."""
+        states = rule.optimizer.state_names(self.embedding_dim)
+        wanted = self.embedding_dim + sum(width for _, width in states)
+        if wanted != self._row_floats:
+            raise ValueError(
+                f"size_factor of embedding {self.name!r} should be {wanted // self.embedding_dim} "
+                f"(storage_dim {wanted}) for {type(rule.optimizer).__name__} "
+                f"but its rows have {self._row_floats} floats"
+            )
+
+    def apply_rule(self, rule_of: Callable[[int], Rule]) -> None:
+        """One step of the rows that have gradients; rule_of(steps so far) makes it."""
+        self._ranks.together(lambda: self._apply(rule_of), "an optimizer step")
+
+    def _apply(self, rule_of: Callable[[int], Rule]) -> None:
+        self._drop_zeroed()
+        if self.shadow.grad is None:
+            return
+        rule = rule_of(self._steps)
+        self._steps += 1
+        self._table.set_optimizer(rule.optimizer)
+        self._table.optimizer_step = rule.step - 1
+        scale = float(self.shadow.grad) / _PENDING
+        self._pending.step([self._table], scale=rule.scale * scale, keep=True)
+
+    # ---- snapshots
+
+    def save_snapshot(self, snapshot_name: str) -> None:
+        """Keeps all rows under a name, in <persistent_path>/<rank>-<ranks>/snapshots."""
+        self._ranks.together(lambda: self._table.save_snapshot(snapshot_name), "saving a snapshot")
+
+    def load_snapshot(self, snapshot_name: str) -> None:
+        """Replaces all rows with those of a snapshot, whatever the number of ranks that saved it."""
+        self._ranks.together(lambda: self._load(snapshot_name), "loading a snapshot")
+
+    def _load(self, name: str) -> None:
+        if name in self.store.snapshots() or not isinstance(self._options.path, str):
+            self._table.load_snapshot(name)
+        else:
+            self._reshard(self._other_ranks(self._options.path, name), name)
+        self.zero_grad()
+        self._rows_at_most = len(self.store)
+        if self._options.cache_budget_bytes is None:
+            for keys, _, _ in self.store.scan():
+                self._table.prefetch(keys)  # all rows are to be in memory
+
+    def _other_ranks(self, path: str, name: str) -> list[str]:
+        """The directories of another number of ranks that hold this snapshot."""
+        worlds = {int(m[1]) for f in Path(path).iterdir() if (m := re.fullmatch(r"\d+-(\d+)", f.name))}
+        for world in sorted(worlds - {self._ranks.world}):
+            folders = [os.path.join(path, _rank_folder(rank, world)) for rank in range(world)]
+            if all(os.path.isdir(os.path.join(folder, "snapshots", name)) for folder in folders):
+                return folders
+        raise FileNotFoundError(f"snapshot_name should be that of a snapshot under {path} but is: {name!r}")
+
+    def _reshard(self, folders: list[str], name: str) -> None:
+        store = self.store
+        floats = store.row_bytes // 4
+        key_type = np.int64 if self.key_type == torch.int64 else np.int32
+        block = self._options.physical_block_size
+        with make_persistent_table_reader(folders, name, key_type, np.float32, floats, block) as reader:
+            self._table.clear()
+            for keys, values in reader:
+                mine = self._ranks.owners(torch.from_numpy(keys).long()).numpy() == self._ranks.rank
+                store.put(keys[mine], values[mine])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The state holds the name of a snapshot that is made here, not the rows."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name = self._ranks.same_name(datetime.now().strftime("%Y-%m-%d-%H-%M-%S-%f"))
+        self.save_snapshot(name)
+        destination[prefix + "OneEmbeddingSnapshot"] = name
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        name = state_dict.pop(prefix + "OneEmbeddingSnapshot", None)
+        if name is None:
+            arguments[2].append(prefix + "OneEmbeddingSnapshot")  # missing_keys
+        else:
+            self.load_snapshot(name)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def close(self) -> None:
+        """Gives the directory and the name free. Only snapshots stay."""
+        self._pending.clear()
+        store = self.store
+        self._table.close()
+        store.close()
+        _names.pop(self.name, None)
+
+    def extra_repr(self) -> str:
+        sizes = f"embedding_dim={self.embedding_dim}, tables={len(self._initializers)}"
+        return f"{self.name!r}, {sizes}, {self.store!r}"
+
+
+class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
+    """Vectors of ids of several tables that share one space of ids. The arguments are those of
+    MultiTableMultiColumnEmbedding, with one embedding_dim."""
+
+    def __init__(self, name: str, embedding_dim: int, *arguments: Any, **keywords: Any) -> None:
+        if isinstance(embedding_dim, bool) or not isinstance(embedding_dim, int):
+            raise ValueError(f"embedding_dim should be an integer but is: {embedding_dim!r}")
+        super().__init__(name, embedding_dim, *arguments, **keywords)
+
+
+def _rank_folder(rank: int, world: int) -> str:
+    return f"{rank:0{len(str(world))}}-{world}"
+
+
+def _resident(table: embstore.Table) -> Iterator[embstore.Rows]:
+    return table.resident(with_values=False, with_states=False)
+
+
+def _columns(embedding_dim: int | Sequence[int]) -> tuple[int, ...]:
+    columns = tuple(embedding_dim) if isinstance(embedding_dim, (list, tuple)) else (embedding_dim,)
+    if not columns or any(isinstance(c, bool) or not isinstance(c, int) or c < 1 for c in columns):
+        raise ValueError(f"embedding_dim should be positive integers but is: {embedding_dim!r}")
+    return columns
+
+
+def _initializers(
+    tables: Sequence[Options] | None, default: Options | None, columns: int
+) -> tuple[tuple[embstore.Initializer, ...], ...]:
+    """For each table the initializers of its columns."""
+    if tables is None:
+        chosen = make_normal_initializer(0.0, 0.05) if default is None else default
+        tables = [{"initializer": chosen}]
+    if not isinstance(tables, (list, tuple)) or not tables:
+        raise ValueError(f"tables should be a list of make_table_options but is: {tables!r}")
+    result = []
+    for number, table in enumerate(tables):
+        name = f"tables[{number}]"
+        if isinstance(table, dict) and "columns" in table:
+            given = [column.get("initializer") for column in table["columns"]]
+        elif isinstance(table, dict) and "initializer" in table:
+            given = [table["initializer"]] * columns
+        else:
+            raise ValueError(f"{name} should be made by make_table_options but is: {table!r}")
+        if len(given) != columns:
+            raise ValueError(f"{name} should have {columns} columns but has: {len(given)}")
+        result.append(tuple(initializer_from(options, name) for options in given))
+    return tuple(result)

@@ -1,0 +1,204 @@
+"""Options as plain dicts, in the shape that OneEmbedding gives them, and what they mean to embstore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embstore import Constant, Initializer, Normal, TruncatedNormal, Uniform
+
+Options = dict[str, Any]
+
+
+def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> Options:
+    """Initial values uniform in [low, high)."""
+    return {"type": "uniform", "low": low, "high": high}
+
+
+def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> Options:
+    """Normal initial values."""
+    return {"type": "normal", "mean": mean, "std": std}
+
+
+def make_constant_initializer(value: float) -> Options:
+    """Every component begins as `value`."""
+    return {"type": "constant", "value": value}
+
+
+def make_trunc_normal_initializer(
+    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> Options:
+    """Normal initial values, cut at the absolute bounds a and b."""
+    return {"type": "trunc_normal", "mean": mean, "std": std, "a": a, "b": b}
+
+
+def make_column_options(initializer: Options) -> Options:
+    """A column of a multi-column table."""
+    return {"initializer": initializer}
+
+
+def make_table_options(param: Options | Sequence[Options]) -> Options:
+    """A table, from its initializer or from the options of its columns.
+
+    >>> make_table_options(make_uniform_initializer(-0.1, 0.1))
+    {'initializer': {'type': 'uniform', 'low': -0.1, 'high': 0.1}}
+    """
+    if isinstance(param, dict):
+        return {"initializer": param}
+    if isinstance(param, (list, tuple)):
+        return {"columns": param}
+    raise ValueError("param must be initializer or columns")
+
+
+make_table = make_table_options
+
+
+def _integer(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} should be an integer of at least {least} but is: {value!r}")
+    return value
+
+
+def _store_options(
+    caches: list[Options],
+    persistent_path: str | Sequence[str],
+    capacity: int | None,
+    size_factor: int,
+    storage_dim: int,
+    physical_block_size: int,
+) -> Options:
+    if not persistent_path or not isinstance(persistent_path, (str, list, tuple)):
+        raise ValueError(
+            f"persistent_path should be a directory, or one for each rank, but is: {persistent_path!r}"
+        )
+    if physical_block_size not in (512, 4096):
+        raise ValueError(f"physical_block_size should be 512 or 4096 but is: {physical_block_size!r}")
+    _integer("size_factor", size_factor, 1)
+    if storage_dim != -1:
+        _integer("storage_dim", storage_dim, 1)
+    table: Options = {"path": persistent_path, "physical_block_size": physical_block_size}
+    if capacity is not None:
+        table["capacity_hint"] = _integer("capacity", capacity, 1)
+    return {
+        "kv_store": {"caches": caches, "persistent_table": table},
+        "size_factor": size_factor,
+        "storage_dim": storage_dim,
+    }
+
+
+def make_device_mem_store_options(
+    persistent_path: str | Sequence[str],
+    capacity: int,
+    size_factor: int = 1,
+    storage_dim: int = -1,
+    physical_block_size: int = 4096,
+) -> Options:
+    """All rows in memory, at most `capacity` of them; files under persistent_path hold snapshots.
+
+    size_factor   floats of a row over embedding_dim: 1 for SGD, 2 with momentum and for Adagrad, 3 for Adam
+                  and Ftrl. storage_dim gives the floats of a row directly
+    """
+    _integer("capacity", capacity, 1)
+    caches = [{"policy": "full", "value_memory_kind": "device", "capacity": capacity}]
+    return _store_options(caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size)
+
+
+def make_cached_ssd_store_options(
+    cache_budget_mb: int,
+    persistent_path: str | Sequence[str],
+    capacity: int | None = None,
+    size_factor: int = 1,
+    storage_dim: int = -1,
+    physical_block_size: int = 4096,
+    host_cache_budget_mb: int = 0,
+) -> Options:
+    """Rows in files under persistent_path, with a cache in memory of both budgets together."""
+    _integer("cache_budget_mb", cache_budget_mb, 0)
+    _integer("host_cache_budget_mb", host_cache_budget_mb, 0)
+    if cache_budget_mb + host_cache_budget_mb == 0:
+        raise ValueError("cache_budget_mb or host_cache_budget_mb should be above 0 but both are 0")
+    caches = [
+        {"policy": "lru", "cache_memory_budget_mb": budget, "value_memory_kind": kind}
+        for budget, kind in ((cache_budget_mb, "device"), (host_cache_budget_mb, "host"))
+        if budget
+    ]
+    return _store_options(caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size)
+
+
+def make_cached_host_mem_store_options(
+    cache_budget_mb: int,
+    persistent_path: str | Sequence[str],
+    capacity: int,
+    size_factor: int = 1,
+    storage_dim: int = -1,
+    physical_block_size: int = 4096,
+) -> Options:
+    """Rows in host memory below a device cache. On a CPU both are memory: as device_mem."""
+    _integer("cache_budget_mb", cache_budget_mb, 1)
+    _integer("capacity", capacity, 1)
+    caches = [
+        {"policy": "lru", "cache_memory_budget_mb": cache_budget_mb, "value_memory_kind": "device"},
+        {"policy": "full", "value_memory_kind": "host", "capacity": capacity},
+    ]
+    return _store_options(caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size)
+
+
+# ---- what they mean
+
+
+def initializer_from(options: object, name: str) -> Initializer:
+    """The embstore initializer of a dict made by one of the functions above."""
+    if not isinstance(options, dict) or "type" not in options:
+        raise ValueError(f"{name} should be a dict made by a make_*_initializer but is: {options!r}")
+    kind = options["type"]
+    numbers = {key: value for key, value in options.items() if key != "type"}
+    makers = {
+        "uniform": lambda low=0.0, high=1.0: Uniform(low, high),
+        "normal": lambda mean=0.0, std=1.0: Normal(mean, std),
+        "constant": lambda value: Constant(value),
+        "trunc_normal": lambda mean=0.0, std=1.0, a=-2.0, b=2.0: TruncatedNormal(mean, std, a, b),
+    }
+    if kind not in makers:
+        raise ValueError(f"{name} should have a type of {sorted(makers)} but it is: {kind!r}")
+    try:
+        return makers[kind](**numbers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is not right: {error}") from None
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """What a dict of store options says, checked."""
+
+    path: str | tuple[str, ...]
+    physical_block_size: int
+    capacity: int | None
+    cache_budget_bytes: int | None  # None: all rows in memory
+    size_factor: int
+    storage_dim: int
+
+    def row_floats(self, embedding_dim: int) -> int:
+        return self.storage_dim if self.storage_dim != -1 else self.size_factor * embedding_dim
+
+    @staticmethod
+    def from_dict(options: object) -> StoreOptions:
+        try:
+            store = options["kv_store"]  # type: ignore[index]
+            caches, table = store["caches"], store["persistent_table"]
+            path, block = table["path"], table["physical_block_size"]
+            full = [cache["capacity"] for cache in caches if cache["policy"] == "full"]
+            budget = sum(cache["cache_memory_budget_mb"] for cache in caches if cache["policy"] == "lru")
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"store_options should be made by one of the make_*_store_options but is: {options!r}"
+            ) from error
+        assert isinstance(options, dict)
+        return StoreOptions(
+            path if isinstance(path, str) else tuple(path),
+            block,
+            full[0] if full else table.get("capacity_hint"),
+            None if full else budget << 20,
+            options.get("size_factor", 1),
+            options.get("storage_dim", -1),
+        )

@@ -1,0 +1,91 @@
+"""Several ranks see the vectors of one process, and snapshots move between numbers of ranks."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, sys
+    import torch, torch.distributed as dist
+    import one_embedding as oe
+    from datetime import timedelta
+
+    path, mode = sys.argv[1], sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tables = [oe.make_table(oe.make_uniform_initializer(-b, b)) for b in (0.1, 0.3)]
+    embedding = oe.MultiTableEmbedding(
+        "e", 4, torch.float, torch.int64, tables,
+        oe.make_cached_ssd_store_options(1, path, size_factor=3), padding_idx=3)
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    if mode == "train":
+        generator = torch.Generator().manual_seed(0)
+        for step in range(4):
+            ids = torch.randint(-50, 50, (24, 2), generator=generator)
+            target = torch.randn(24, 2, 4, generator=generator)
+            part = slice(24 * rank // world, 24 * (rank + 1) // world)
+            optimizer.zero_grad()
+            ((embedding(ids[part]) - target[part]) ** 2).sum().backward()
+            optimizer.step()
+        embedding.save_snapshot("s")
+    elif mode == "fail":
+        try:
+            embedding(torch.arange(2) if rank else torch.arange(2.0))
+        except (TypeError, RuntimeError) as error:
+            print("rank", rank, type(error).__name__)
+        embedding(torch.arange(2))
+        try:
+            embedding.load_snapshot("nothing")
+        except FileNotFoundError as error:
+            print("rank", rank, "no snapshot")
+        dist.destroy_process_group()
+        sys.exit()
+    else:
+        embedding.load_snapshot("s")
+    embedding.eval()
+    out = embedding(torch.arange(-60, 60).view(-1, 2))
+    if rank == 0:
+        torch.save(out, sys.argv[3])
+    dist.destroy_process_group()
+    """
+)
+
+
+def run(tmp_path, world, *arguments):
+    script = tmp_path / "rank.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", "--standalone"]
+    done = subprocess.run(
+        [*command, str(script), *map(str, arguments)],
+        timeout=100,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(240)
+def test_two_ranks_train_what_one_process_trains_and_snapshots_load_on_one_and_three(tmp_path):
+    import torch
+
+    run(tmp_path, 1, tmp_path / "one", "train", tmp_path / "one.pt")
+    run(tmp_path, 2, tmp_path / "two", "train", tmp_path / "two.pt")
+    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+    for world in (1, 3):
+        run(tmp_path, world, tmp_path / "two", "load", tmp_path / "loaded.pt")
+        assert torch.equal(torch.load(tmp_path / "loaded.pt"), two)
+
+
+@pytest.mark.multirank
+def test_a_rank_that_fails_makes_all_ranks_raise(tmp_path):
+    out = run(tmp_path, 2, tmp_path / "store", "fail")
+    assert "rank 0 TypeError" in out and "rank 1 RuntimeError" in out
+    assert out.count("no snapshot") == 2
