@@ -45,7 +45,8 @@ def test_the_set_and_the_values_are_exact(world: int) -> None:
             scores = np.concatenate([answer["stored"][name].scores for answer in of_ranks])
             wanted = np.flatnonzero(scores >= np.uint64(threshold))
             wanted = wanted[np.argsort(keys[wanted])]
-            if name != "LFU":
+            # Counts are no times, and a customized score that is set again names the rows of both batches.
+            if name in ("TIMESTAMP", "STEP"):
                 assert len(wanted) > 0 and (step == 0 or len(wanted) < len(keys))
             for answer in of_ranks:
                 got_keys, got_values = answer["tensors"]["model"][name]
