@@ -1,0 +1,123 @@
+#include "embstore/snapshot.h"
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "embstore/checksum.h"
+#include "embstore/parallel.h"
+#include "table_oracle.h"
+
+namespace embstore {
+namespace {
+
+TableOptions GrowingTable() {
+  TableOptions options = SmallTable(5, 1 << 14);
+  options.index.max_load_factor = 0.75;
+  options.optimizer.kind = OptimizerKind::kAdam;
+  return options;
+}
+
+// Everything that is left of a snapshot, in blocks of an ugly size.
+void ReadAll(Snapshot& snapshot, std::map<int64_t, Row>& rows, std::mutex& mutex) {
+  constexpr size_t kRows = 97;
+  const auto dim = static_cast<size_t>(snapshot.table().dim());
+  const auto width = static_cast<size_t>(snapshot.table().state_width());
+  std::vector<int64_t> keys(kRows);
+  std::vector<float> values(kRows * dim), states(kRows * width);
+  std::vector<uint64_t> scores(kRows);
+  while (const int64_t n =
+             snapshot.Read(kRows, keys.data(), values.data(), states.data(), scores.data())) {
+    std::lock_guard guard(mutex);
+    for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
+      Row row;
+      row.value.assign(values.data() + i * dim, values.data() + (i + 1) * dim);
+      row.state.assign(states.data() + i * width, states.data() + (i + 1) * width);
+      row.score = scores[i];
+      CHECK(rows.emplace(keys[i], row).second);  // no row is given twice
+    }
+  }
+}
+
+TEST(Two threads read a snapshot while others train grow and erase) {
+  SetNumThreads(2);
+  for (uint64_t round = 0; round < 4; ++round) {
+    const auto table = Table::Create(GrowingTable());
+    LookUpOne(table, RandomKeys(4000, 3000, round));
+    const std::map<int64_t, Row> before = AllRows(*table);
+    std::map<int64_t, Row> seen;
+    {
+      Snapshot snapshot(table);
+      CHECK_EQ(snapshot.rows(), static_cast<int64_t>(before.size()));
+      std::mutex mutex;
+      std::thread first([&] { ReadAll(snapshot, seen, mutex); });
+      std::thread second([&] { ReadAll(snapshot, seen, mutex); });
+      for (uint64_t step = 0; step < 12; ++step) {
+        const std::vector<int64_t> keys = RandomKeys(1000, 6000, 100 * round + step);
+        const Forward forward = LookUpOne(table, keys);
+        const std::vector<float> values(keys.size() * 5, static_cast<float>(step));
+        table->Assign(keys, values.data(), nullptr, nullptr);
+        table->Erase(RandomKeys(30, 6000, step));
+      }
+      first.join();
+      second.join();
+    }
+    CHECK(seen == before);
+  }
+}
+
+TEST(A table has one snapshot at a time) {
+  const auto table = Table::Create(GrowingTable());
+  {
+    Snapshot snapshot(table);
+    bool refused = false;
+    try {
+      Snapshot another(table);
+    } catch (const InvalidState&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+  Snapshot again(table);
+  CHECK_EQ(again.rows(), 0);
+}
+
+TEST(Changes are the rows that were touched and the keys that are gone) {
+  const auto table = Table::Create(GrowingTable());
+  LookUpOne(table, Range(0, 1000));
+  table->TrackChanges(true);
+  LookUpOne(table, Range(990, 3000));  // grows
+  table->Erase(Range(0, 7));
+  table->Erase(Range(2999, 3000));
+  Table::Changes changes = table->TakeChanges(true);
+  CHECK_EQ(changes.rows.keys.size(), size_t{2009});
+  CHECK(changes.removed == std::vector<int64_t>({0, 1, 2, 3, 4, 5, 6, 2999}));
+  CHECK(table->TakeChanges(true).rows.keys.empty());
+  table->RestoreChanges(Range(990, 995), Range(0, 2));
+  changes = table->TakeChanges(true);
+  CHECK_EQ(changes.rows.keys.size(), size_t{5});
+  CHECK(changes.removed == std::vector<int64_t>({0, 1}));
+}
+
+TEST(Checksums are those of zlib and can be joined) {
+  const std::string text = "123456789";
+  CHECK_EQ(Crc32(0, text.data(), text.size()), 0xcbf43926u);
+  std::string long_text;
+  for (int i = 0; i < 1023; ++i) long_text += text;
+  const uint32_t whole = Crc32(0, long_text.data(), long_text.size());
+  for (size_t cut :
+       {size_t{0}, size_t{1}, size_t{63}, size_t{64}, size_t{4097}, long_text.size()}) {
+    const uint32_t head = Crc32(0, long_text.data(), cut);
+    const uint32_t tail = Crc32(0, long_text.data() + cut, long_text.size() - cut);
+    CHECK_EQ(Crc32(head, long_text.data() + cut, long_text.size() - cut), whole);
+    CHECK_EQ(Crc32Combine(head, tail, long_text.size() - cut), whole);
+  }
+}
+
+}  // namespace
+}  // namespace embstore
+
+TEST_MAIN()
