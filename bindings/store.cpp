@@ -292,6 +292,7 @@ void BindStore(nb::module_& m) {
       Unlocked(), "path"_a, "row_bytes"_a, "key_bytes"_a, "physical_block_bytes"_a,
       "capacity_rows"_a, "direct"_a, "create"_a);
   m.def("memory_store", &MakeMemoryStore, "row_bytes"_a, "capacity_rows"_a);
+  m.def("tiered_store", &MakeTieredStore, "upper"_a, "lower"_a, "upper_rows"_a);
   m.def("null_store", &MakeNullStore, "row_bytes"_a);
   m.def(
       "python_store",

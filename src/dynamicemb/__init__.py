@@ -2,6 +2,7 @@
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
+from dynamicemb.dump_load import DynamicEmbDump, DynamicEmbLoad
 from dynamicemb.options import (
     BATCH_SIZE,
     BATCH_SIZE_PER_DUMP,
@@ -22,9 +23,11 @@ __all__ = [
     "BATCH_SIZE_PER_DUMP",
     "DEFAULT_INDEX_TYPE",
     "DynamicEmbCheckMode",
+    "DynamicEmbDump",
     "DynamicEmbEvictStrategy",
     "DynamicEmbInitializerArgs",
     "DynamicEmbInitializerMode",
+    "DynamicEmbLoad",
     "DynamicEmbPoolingMode",
     "DynamicEmbScoreStrategy",
     "DynamicEmbTableOptions",

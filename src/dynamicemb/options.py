@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import embstore
+from embstore.stores import Store
 
 DEFAULT_INDEX_TYPE = torch.int64
 BATCH_SIZE = 512
@@ -261,6 +263,9 @@ class DynamicEmbTableOptions(HKVConfig):
     dist_type         which rank owns a key: "roundrobin" is uint64(key) % world, "hash_roundrobin" mixes
                       the key first, which spreads patterned ids evenly
     admit_strategy    None, or FrequencyAdmissionStrategy(threshold)
+    external_storage  None, or a function of (embstore.TableOptions, rank) that makes the store below this rank's
+                      part of the table (see embstore.stores): evicted rows go there and come back when asked for
+    caching           accepted; a table over a store is its cache in any case
 
     Two options are equal when tables that have them may share a group, whatever else differs.
     """
@@ -270,6 +275,8 @@ class DynamicEmbTableOptions(HKVConfig):
     safe_check_mode: DynamicEmbCheckMode = DynamicEmbCheckMode.IGNORE
     dist_type: str = "roundrobin"
     admit_strategy: FrequencyAdmissionStrategy | None = None
+    external_storage: Callable[[embstore.TableOptions, int], Store] | None = None
+    caching: bool = False
 
     def validate(self) -> None:
         super().validate()
@@ -298,6 +305,12 @@ class DynamicEmbTableOptions(HKVConfig):
             "admit_strategy",
             "None or a FrequencyAdmissionStrategy",
             self.admit_strategy,
+        )
+        _check(
+            self.external_storage is None or callable(self.external_storage),
+            "external_storage",
+            "None or a function",
+            self.external_storage,
         )
         scored = (DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.CUSTOMIZED)
         if self.evict_strategy is DynamicEmbEvictStrategy.LFU and self.score_strategy in scored:

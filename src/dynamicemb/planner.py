@@ -291,6 +291,8 @@ class DynamicEmbeddingShardingPlanner:
 
 def describe(options: DynamicEmbTableOptions) -> str:
     """All options in a line, for comparing ranks: `==` compares only what groups tables."""
-    fields = dataclasses.fields(options)
-    # A device belongs to a rank, so it may differ.
-    return ", ".join(f"{f.name}={getattr(options, f.name)!r}" for f in fields if f.name != "device_id")
+    # A device belongs to a rank, and so does the store that a function makes.
+    own = ("device_id", "external_storage")
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in own}
+    values["external_storage"] = options.external_storage is not None
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -16,6 +16,7 @@ from dynamicemb.agreement import gather, require_agreement
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
+from embstore.stores import Store
 
 
 @dataclass(eq=False)
@@ -69,6 +70,11 @@ class HoldsDynamicTables:
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
+def _store(sharding: DynamicEmbParameterSharding, options: embstore.TableOptions, rank: int) -> Store | None:
+    make = sharding.dynamicemb_options.external_storage
+    return None if make is None else make(options, rank)
+
+
 def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> dict[str, DynamicTable]:
     """The tables of a plan on this rank. ValueError on every rank when the ranks disagree about one.
 
@@ -105,7 +111,7 @@ def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> di
     return {
         name: DynamicTable(
             name=name,
-            table=embstore.Table(table_options),
+            table=embstore.Table(table_options, store=_store(shardings[name], table_options, env.rank)),
             options=shardings[name].dynamicemb_options,
             ownership=shardings[name].dynamicemb_options.ownership,
             world=env.world_size,

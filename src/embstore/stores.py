@@ -184,6 +184,18 @@ class NullStore(EngineStore):
         super().__init__(_core.null_store(row_bytes))
 
 
+class TieredStore(EngineStore):
+    """Two stores as one: what is put goes to `upper`, and on to `lower` when there are more than about
+    `upper_rows` rows of it. Tiers stack, since both may be any store.
+
+    >>> store = TieredStore(MemoryStore(8), NullStore(8), upper_rows=1000)
+    """
+
+    def __init__(self, upper: Store, lower: Store, upper_rows: int) -> None:
+        self.upper, self.lower = upper, lower
+        super().__init__(_core.tiered_store(upper.handle(), lower.handle(), upper_rows))
+
+
 class SsdStore(EngineStore):
     """Rows in files under a directory, with an index of at most 24 bytes a key in memory.
 

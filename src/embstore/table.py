@@ -413,7 +413,7 @@ class Table:
         """Writes changed rows down to the store, and flushes it."""
         self._core.flush()
 
-    def snapshot(self, name: str) -> None:
+    def save_snapshot(self, name: str) -> None:
         """Writes changed rows down and lets the store keep its contents under a name."""
         self._core.snapshot(name)
 

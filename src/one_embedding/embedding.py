@@ -47,9 +47,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     padding_idx          an id whose vector is 0, gets no gradient and is never stored
     seed                 of the initial values
 
-    Train it with torch.optim.SGD, Adam, Adagrad or one_embedding.Ftrl over `parameters()`. Under an initialised
-    torch.distributed each id is kept by one rank, and a batch of each rank gets the vectors of all; gradients
-    of all ranks are added up.
+    Train it with torch.optim.SGD, Adam, Adagrad or one_embedding.Ftrl over `parameters()`. Under an
+    initialised torch.distributed each id is kept by one rank, and a batch of each rank gets the vectors of
+    all; gradients of all ranks are added up.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             if table_ids.is_floating_point() or table_ids.dtype == torch.bool:
                 raise TypeError(f"table_ids should be integers but their dtype is: {table_ids.dtype}")
             tables = table_ids.to("cpu", torch.int64).reshape(-1)
-            if tables.numel() and not (0 <= int(tables.min()) and int(tables.max()) < count):
+            if tables.numel() and not (int(tables.min()) >= 0 and int(tables.max()) < count):
                 wrong = tables[(tables < 0) | (tables >= count)][0]
                 raise ValueError(f"table_ids should be between 0 and {count - 1} but one is: {int(wrong)}")
         return ids.detach().to("cpu", torch.int64).reshape(-1), tables
@@ -290,8 +290,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         wanted = self.embedding_dim + sum(width for _, width in states)
         if wanted != self._row_floats:
             raise ValueError(
-                f"size_factor of embedding {self.name!r} should be {wanted // self.embedding_dim} (storage_dim "
-                f"{wanted}) for {type(rule.optimizer).__name__} but its rows have {self._row_floats} floats"
+                f"size_factor of embedding {self.name!r} should be {wanted // self.embedding_dim} "
+                f"(storage_dim {wanted}) for {type(rule.optimizer).__name__} "
+                f"but its rows have {self._row_floats} floats"
             )
 
     def apply_rule(self, rule_of: Callable[[int], Rule]) -> None:
@@ -313,7 +314,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def save_snapshot(self, snapshot_name: str) -> None:
         """Keeps all rows under a name, in <persistent_path>/<rank>-<ranks>/snapshots."""
-        self._ranks.together(lambda: self._table.snapshot(snapshot_name), "saving a snapshot")
+        self._ranks.together(lambda: self._table.save_snapshot(snapshot_name), "saving a snapshot")
 
     def load_snapshot(self, snapshot_name: str) -> None:
         """Replaces all rows with those of a snapshot, whatever the number of ranks that saved it."""
@@ -374,7 +375,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         _names.pop(self.name, None)
 
     def extra_repr(self) -> str:
-        return f"{self.name!r}, embedding_dim={self.embedding_dim}, tables={len(self._initializers)}, {self.store!r}"
+        sizes = f"embedding_dim={self.embedding_dim}, tables={len(self._initializers)}"
+        return f"{self.name!r}, {sizes}, {self.store!r}"
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):

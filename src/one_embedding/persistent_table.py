@@ -1,9 +1,10 @@
 """Persistent tables outside of training: rows of snapshots in and out of directories.
 
-    with make_persistent_table_reader([old_0, old_1], "epoch-3", np.int64, np.float32, storage_dim) as reader, \
-         make_persistent_table_writer([new_0], "epoch-3", np.int64, np.float32, storage_dim) as writer:
+kinds = (np.int64, np.float32, storage_dim)
+with make_persistent_table_reader([old_0, old_1], "epoch-3", *kinds) as reader:
+    with make_persistent_table_writer([new_0], "epoch-3", *kinds) as writer:
         for keys, values in reader:
-            writer.write(keys, values)           # n directories become m: a reshard
+            writer.write(keys, values)  # n directories become m: a reshard
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class PersistentTableWriter(_PersistentTable):
         shape = (len(keys), self.storage_dim)
         if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != self.value_type:
             raise ValueError(
-                f"values should be an array of {self.value_type} of the shape {shape} but are: {_told(values)}"
+                f"values should be an array of {self.value_type} of the shape {shape} "
+                f"but are: {_told(values)}"
             )
         owners = owner(keys.astype(np.int64), len(self.stores), Ownership.XXH64)
         for rank, store in enumerate(self.stores):

@@ -26,11 +26,13 @@ from embstore.store_urls import is_shared, open_store
 from embstore.stores import Store
 
 DEFAULT_PS_CHUNK_SIZE = 8 * 1024 * 1024
+MOST_ROWS = 16384  # of one call to a store: what is moved stays in the processor's cache, and is not mapped anew
 PS_CONFIG_KEYS = ("chunk_size", "seed")
 
-Pairs = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64]
+Pairs = npt.NDArray[np.int64]  # (n, 2): id, slot
 # Vectors (n, columns of the table) for ids that the store does not have.
-Initial = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float32]]
+Initial = Callable[[Ids], npt.NDArray[np.float32]]
 Url = str | Callable[[str, str], str]
 
 
@@ -51,7 +53,7 @@ class Shard:
     def tensor_bytes(self) -> list[int]:
         return [tensor.shape[1] * tensor.element_size() for tensor in self.tensors]
 
-    def gather(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    def gather(self, slots: Ids) -> npt.NDArray[np.uint8]:
         """The rows (n, bytes) of these local slots."""
         out = _core.empty_bytes(len(slots) * sum(self.tensor_bytes)).reshape(len(slots), -1)
         tensors = self.tensors
@@ -61,7 +63,7 @@ class Shard:
         _core.gather_pieces(_pieces(tensors), address(slots), len(slots), address(out))
         return out
 
-    def scatter(self, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8]) -> None:
+    def scatter(self, slots: Ids, rows: npt.NDArray[np.uint8]) -> None:
         """Writes rows to these local slots."""
         if self.tensors[0].device.type == "cpu":
             _core.scatter_pieces(_pieces(self.tensors), address(slots), len(slots), address(rows))
@@ -136,32 +138,32 @@ class PS:
                 raise ValueError(
                     f"chunk_size should hold a row of {table_name} ({numbers} numbers) but is: {chunk_size}"
                 )
-            self._chunk_rows[shard.column] = chunk_size // numbers
+            self._chunk_rows[shard.column] = min(chunk_size // numbers, MOST_ROWS)
             if shard.column not in self._stores:
                 self._stores[shard.column] = open_store(
                     url, table=table_name, tensor_bytes=shard.tensor_bytes, column=shard.column
                 )
 
-    def _local(self, pairs: Pairs) -> Iterator[tuple[Shard, Store, Pairs]]:
-        """Chunks of the pairs whose slot is here, as (id, slot within the shard)."""
+    def _local(self, pairs: Pairs) -> Iterator[tuple[Shard, Store, Ids, Ids]]:
+        """Chunks of the pairs whose slot is here: ids, and slots within the shard."""
         for shard in self.shards:
-            here = (pairs[:, 1] >= shard.first) & (pairs[:, 1] < shard.first + shard.rows)
-            local = pairs[here] - np.array([0, shard.first])
+            ids, slots = np.ascontiguousarray(pairs[:, 0]), pairs[:, 1] - shard.first
+            here = (slots >= 0) & (slots < shard.rows)
+            if not here.all():
+                ids, slots = ids[here], slots[here]
             step = self._chunk_rows[shard.column]
-            for begin in range(0, len(local), step):
-                yield shard, self._stores[shard.column], local[begin : begin + step]
+            for begin in range(0, len(ids), step):
+                yield shard, self._stores[shard.column], ids[begin : begin + step], slots[begin : begin + step]
 
     def push(self, pairs: Pairs) -> None:
         """Stores the rows of these (id, slot); pairs whose slot is on another rank are passed by."""
-        for shard, store, local in self._local(pairs):
-            ids, slots = np.ascontiguousarray(local[:, 0]), np.ascontiguousarray(local[:, 1])
+        for shard, store, ids, slots in self._local(pairs):
             store.put(ids, shard.gather(slots), np.ones(len(ids), np.uint64))
 
     def pull(self, pairs: Pairs, initial: Initial | None) -> None:
         """Fetches the rows of these (id, slot). An id that the store lacks gets `initial` and states of 0,
         or without `initial` keeps what its slot holds."""
-        for shard, store, local in self._local(pairs):
-            ids, slots = np.ascontiguousarray(local[:, 0]), np.ascontiguousarray(local[:, 1])
+        for shard, store, ids, slots in self._local(pairs):
             rows, _, found = store.get(ids)
             if not found.all():
                 if initial is None:

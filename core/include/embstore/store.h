@@ -95,4 +95,10 @@ std::shared_ptr<Store> MakeMemoryStore(int64_t row_bytes, int64_t capacity_rows)
 // Forgets what it is given and finds nothing: a table over it behaves as one without a store.
 std::shared_ptr<Store> MakeNullStore(int64_t row_bytes);
 
+// Two tiers as one store: rows are put into `upper`, and moved on to `lower` when there are more
+// than about `upper_rows` of them. Flush and snapshots reach the lower. Throws InvalidArgument when
+// the sizes of their rows differ.
+std::shared_ptr<Store> MakeTieredStore(std::shared_ptr<Store> upper, std::shared_ptr<Store> lower,
+                                       int64_t upper_rows);
+
 }  // namespace embstore

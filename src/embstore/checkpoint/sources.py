@@ -37,7 +37,11 @@ class Source:
 
 
 def table_source(collection: str, table: Table, optim: bool, ownership: Ownership) -> Source:
-    """The rows of a table as they are now, whatever happens to it later."""
+    """The rows of a table as they are now, whatever happens to it later. Of a table over a store they are
+    read as they come, and a change in between raises."""
+    if table.store is not None:
+        count = sum(len(rows) for rows in table.export(with_values=False, with_states=False))
+        return block_source(collection, TableSpec.of(table), count, table.export(), ownership=ownership)
     snapshot: list[Any] = [table.snapshot()]
 
     def read(buffer: Rows) -> int:

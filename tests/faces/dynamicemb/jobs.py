@@ -356,3 +356,21 @@ def count_with_dedup() -> dict[int, int]:
     model(bags([5, 5, 6, 5]))
     (table,) = tables(model).values()
     return dict(zip(table.rows().keys.tolist(), table.rows().scores.tolist()))
+
+
+def over_a_store() -> dict[str, Any]:
+    """A table of one bucket over a store: 300 keys pass through, and the first ones come back as they were."""
+    from embstore.stores import MemoryStore, row_bytes
+
+    def store(options: Any, rank: int) -> MemoryStore:
+        return MemoryStore(row_bytes(options.dim, options.optimizer, options.dtype))
+
+    model = dmp(
+        "ec", [Spec("t0", ("f0",), rows=128, options={"external_storage": store})], {"learning_rate": 1.0}
+    )
+    for first in range(0, 300, 50):
+        outputs(model(bags(range(first, first + 50))))["f0"].sum().backward()
+    model.eval()
+    vectors = outputs(model(bags(range(300))))["f0"]
+    (table,) = tables(model).values()
+    return {"vectors": vectors.unique().tolist(), "size": len(table), "evictions": table.stats().evictions}

@@ -162,3 +162,9 @@ def test_a_key_is_stored_once_it_was_seen_often_enough(world: int) -> None:
 def test_dropping_duplicates_on_the_wire_does_not_change_counts(world: int) -> None:
     counts = {key: score for r in ranks.run(world, jobs.count_with_dedup) for key, score in r.items()}
     assert counts == {5: 3 * world, 6: world}
+
+
+def test_rows_evicted_to_a_store_come_back() -> None:
+    (result,) = ranks.run(1, jobs.over_a_store)
+    assert result["vectors"] == [CONSTANT.value - 1.0]
+    assert result["evictions"] >= 300 - 128
