@@ -312,7 +312,7 @@ def convert(
     target: Annotated[Path, typer.Argument(help="what to write; not there yet")],
     to: Annotated[str, typer.Option(help=f"one of {', '.join(converting.FORMATS)}")],
 ) -> None:
-    """Between the layouts of dumps, and from or to safetensors and Parquet (a file for each table)."""
+    """Between the layouts of dumps, and from or to safetensors, Parquet and files of SparseOperationKit."""
     with _refusals():
         _with_progress(lambda report: converting.convert(path, target, to, report), "converting")
         out.print(f"{target}: {to}", highlight=False)

@@ -16,15 +16,10 @@ A header is the name of the table (256 bytes), the kind of file (u32, big-endian
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import errno
-import json
 import os
-import shutil
 import string
 import struct
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,13 +28,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.files import Draft, crc32, file_crc32, read_sealed, sealed, write_durably
+from embstore.checkpoint.ranks import CheckpointError
+
 HEADER_BYTES = 296
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "sparse_operation_kit dump"
 _HEADER = struct.Struct(">256sI32sI")
 _DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
-_VERIFY_BYTES = 1 << 24
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+# For each arithmetic of the engine: the name of the optimizer in files, and of its states.
+STATES = {
+    "momentum": ("SGD", ("momentum",)),
+    "adagrad": ("Adagrad", ("accumulator",)),
+    "adam": ("Adam", ("m", "v")),
+    "adamax": ("Adamax", ("m", "v")),
+    "adadelta": ("Adadelta", ("accum_grad", "accum_var")),
+    "ftrl": ("Ftrl", ("accumulator", "linear")),
+}
 
 Array = npt.NDArray[Any]
 
@@ -50,10 +56,6 @@ class FileKind(enum.IntEnum):
     KEY = 0
     WEIGHT = 1
     STATE = 2
-
-
-class DamagedDumpError(ValueError):
-    """A file of a dump is missing, cut or changed."""
 
 
 def file_prefix(name: str) -> str:
@@ -74,10 +76,10 @@ def pack_header(kind: FileKind, dtype: npt.DTypeLike, slot: str = "") -> bytes:
 def parse_header(data: bytes, path: object = "") -> tuple[FileKind, np.dtype[Any], str]:
     """Kind, element type and name of the state."""
     if len(data) < HEADER_BYTES:
-        raise DamagedDumpError(f"{path} should have a header of {HEADER_BYTES} bytes but has: {len(data)}")
+        raise CheckpointError(f"{path} should have a header of {HEADER_BYTES} bytes but has: {len(data)}")
     _, kind, slot, code = _HEADER.unpack(data[:HEADER_BYTES])
     if kind >= len(FileKind) or code >= len(_DTYPES):
-        raise DamagedDumpError(f"{path} should hold a known kind and element type but holds: {kind}, {code}")
+        raise CheckpointError(f"{path} should hold a known kind and element type but holds: {kind}, {code}")
     return FileKind(kind), np.dtype(_DTYPES[code]), slot.decode(errors="replace").strip()
 
 
@@ -87,13 +89,13 @@ def read_array(path: Path, kind: FileKind, rows: int | None = None) -> Array:
         with path.open("rb") as file:
             found, dtype, _ = parse_header(file.read(HEADER_BYTES), path)
     except FileNotFoundError:
-        raise DamagedDumpError(f"{path} should be there but is not") from None
+        raise CheckpointError(f"{path} should be there but is not") from None
     if found != kind:
-        raise DamagedDumpError(f"{path} should hold {kind.name} but holds: {found.name}")
+        raise CheckpointError(f"{path} should hold {kind.name} but holds: {found.name}")
     body = path.stat().st_size - HEADER_BYTES
     width = 1 if rows is None else rows
     if body % dtype.itemsize or (body // dtype.itemsize) % max(width, 1) or (rows == 0 and body):
-        raise DamagedDumpError(f"{path} should hold whole rows for {rows} keys but has {body} bytes of them")
+        raise CheckpointError(f"{path} should hold whole rows for {rows} keys but has {body} bytes of them")
     columns = body // dtype.itemsize // max(width, 1)
     shape = (columns,) if rows is None else (rows, columns)
     if body == 0:
@@ -126,14 +128,20 @@ class TableReader:
         states = {name: np.asarray(array[begin:end]) for name, array in self.states.items()}
         return np.asarray(self.keys[begin:end]), np.asarray(self.values[begin:end]), states
 
+    def engine_states(self) -> tuple[str, Array | None]:
+        """The arithmetic of the engine whose states are all there, and those states side by side."""
+        for engine_name, (optimizer, slots) in STATES.items():
+            names = [f"{optimizer}-{slot}" for slot in slots]
+            if all(name in self.states for name in names):
+                return engine_name, np.concatenate([self.states[name] for name in names], axis=1)
+        return "sgd", None
+
 
 class DumpReader:
     """A dump directory: ours, with a manifest, or one of the original, without."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if not self.path.exists() and _beside(self.path, "old").exists():
-            self.path = _beside(self.path, "old")  # a dump was stopped between its two renames
         if not self.path.is_dir():
             raise FileNotFoundError(f"path should be the directory of a dump but is: {str(path)!r}")
         self.manifest = read_manifest(self.path)
@@ -158,16 +166,16 @@ class _FileWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.bytes = self.crc = 0
         self._file = path.open("wb")
-        self._write(pack_header(kind, dtype, slot))
+        self._write(np.frombuffer(pack_header(kind, dtype, slot), np.uint8))
 
-    def _write(self, data: Any) -> None:
-        self._file.write(data)
-        self.bytes += len(data)
-        self.crc = zlib.crc32(data, self.crc)
+    def _write(self, data: Array) -> None:
+        self._file.write(data.data)
+        self.bytes += data.nbytes
+        self.crc = crc32(data, self.crc)
 
     def append(self, array: Array) -> None:
         if array.size:
-            self._write(np.ascontiguousarray(array, self.dtype).reshape(-1).view(np.uint8).data)
+            self._write(np.ascontiguousarray(array, self.dtype).reshape(-1).view(np.uint8))
 
     def close(self) -> dict[str, int]:
         self._file.flush()
@@ -211,134 +219,84 @@ class DumpWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
-        self._new = _beside(self.path, "new")
-        self._tables: list[TableWriter] = []
-        self._prefixes: list[str] = []
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}  # for the manifest
+        self._draft: Draft | None = None
+        self._tables: dict[str, TableWriter] = {}
 
     def __enter__(self) -> DumpWriter:
-        if self.path.exists():
-            odd = [entry.name for entry in self.path.iterdir() if not entry.is_file()]
-            if odd:
-                raise ValueError(f"path should hold a dump alone but {str(self.path)!r} holds: {odd[0]!r}")
-        elif _beside(self.path, "old").exists():
-            os.rename(_beside(self.path, "old"), self.path)
-        shutil.rmtree(self._new, ignore_errors=True)
-        self._new.mkdir(parents=True)
+        odd = [e.name for e in self.path.iterdir() if not e.is_file()] if self.path.is_dir() else []
+        if odd:
+            raise ValueError(f"path should hold a dump alone but {str(self.path)!r} holds: {odd[0]!r}")
+        self._draft = Draft(self.path, overwrite=True)
         return self
 
     def table(
         self, name: str, key_dtype: npt.DTypeLike, *, optimizer: str = "", slots: Sequence[str] = ()
     ) -> TableWriter:
-        """A variable to write."""
-        if file_prefix(name) in self._prefixes:
-            raise ValueError(f"names of variables should differ in the dump but two are: {file_prefix(name)}")
-        self._prefixes.append(file_prefix(name))
-        self._tables.append(TableWriter(self._new, name, key_dtype, optimizer, slots))
-        return self._tables[-1]
+        """A variable to write. REQUIRES that the writer was entered."""
+        assert self._draft is not None
+        prefix = file_prefix(name)
+        if prefix in self._tables:
+            raise ValueError(f"names of variables should differ in the dump but two are: {prefix}")
+        self._tables[prefix] = TableWriter(self._draft.path, name, key_dtype, optimizer, slots)
+        return self._tables[prefix]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            for table in self._tables:
-                for file in table.files:
-                    file.abandon()
-            shutil.rmtree(self._new, ignore_errors=True)
-            return
-        files = {file.name: file.close() for table in self._tables for file in table.files}
-        files = {**self._keep_others(), **files}
-        manifest = {"format": MANIFEST_FORMAT, "version": 1, **self.facts, "files": files}
-        with (self._new / MANIFEST).open("w") as text:
-            json.dump(manifest, text, indent=1)
-            text.flush()
-            os.fsync(text.fileno())
-        _sync_directory(self._new)
-        publish(self._new, self.path)
+        assert self._draft is not None
+        opened = [file for table in self._tables.values() for file in table.files]
+        try:
+            if error is None:
+                files = {file.name: file.close() for file in opened}
+                files = {**self._keep_others(self._draft.path), **files}
+                manifest = {"format": MANIFEST_FORMAT, "version": 1, **self.facts, "files": files}
+                write_durably(self._draft.path / MANIFEST, sealed(manifest))
+                self._draft.publish()
+                return
+        except BaseException:
+            self._abandon(opened)
+            raise
+        self._abandon(opened)
 
-    def _keep_others(self) -> dict[str, Any]:
+    def _abandon(self, opened: list[_FileWriter]) -> None:
+        assert self._draft is not None
+        for file in opened:
+            file.abandon()
+        self._draft.discard()
+
+    def _keep_others(self, folder: Path) -> dict[str, Any]:
         """Links what belongs to other variables; returns their entries of the old manifest."""
         if not self.path.exists():
             return {}
         old = read_manifest(self.path) or {"files": {}}
         kept = {}
         for entry in self.path.iterdir():
-            if entry.name == MANIFEST or any(entry.name.startswith(f"{p}-") for p in self._prefixes):
+            if entry.name == MANIFEST or any(entry.name.startswith(f"{p}-") for p in self._tables):
                 continue
-            os.link(entry, self._new / entry.name)
+            os.link(entry, folder / entry.name)
             if entry.name in old["files"]:
                 kept[entry.name] = old["files"][entry.name]
         return kept
 
 
-def publish(new: Path, path: Path) -> None:
-    """Puts the directory `new` in the place of `path`, in one step where the file system can."""
-    if path.exists():
-        old = _beside(path, "old")
-        shutil.rmtree(old, ignore_errors=True)
-        if _exchange(new, path):
-            os.rename(new, old)
-        else:
-            os.rename(path, old)  # stopped here, a reader takes `old`
-            os.rename(new, path)
-        _sync_directory(path.parent)
-        shutil.rmtree(old)
-    else:
-        os.rename(new, path)
-    _sync_directory(path.parent)
-
-
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """The manifest of a dump; None for a dump of the original."""
-    try:
-        text = (directory / MANIFEST).read_text()
-    except FileNotFoundError:
+    path = directory / MANIFEST
+    if not path.is_file():
         return None
-    try:
-        manifest = json.loads(text)
-        if manifest["format"] != MANIFEST_FORMAT or manifest["version"] != 1:
-            raise ValueError
-        return dict(manifest)
-    except (ValueError, KeyError, TypeError):
-        raise DamagedDumpError(f"{directory / MANIFEST} should be a manifest of version 1") from None
+    manifest = read_sealed(path)
+    if (manifest.get("format"), manifest.get("version")) != (MANIFEST_FORMAT, 1):
+        raise CheckpointError(f"{path} should be a manifest of version 1 of a {MANIFEST_FORMAT}")
+    return manifest
 
 
 def _verify(path: Path, entry: dict[str, int]) -> None:
-    crc = size = 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_VERIFY_BYTES):
-                crc = zlib.crc32(block, crc)
-                size += len(block)
-    except FileNotFoundError:
-        raise DamagedDumpError(f"{path} should be there but is not") from None
+    if not path.is_file():
+        raise CheckpointError(f"{path} should be there but is not")
+    size = path.stat().st_size
     if size != entry["bytes"]:
-        raise DamagedDumpError(f"{path} should have {entry['bytes']} bytes but has: {size}")
+        raise CheckpointError(f"{path} should have {entry['bytes']} bytes but has: {size}")
+    crc = file_crc32(path)
     if crc != entry["crc32"]:
-        raise DamagedDumpError(f"{path} should have the checksum {entry['crc32']:08x} but has: {crc:08x}")
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    path = Path(os.path.abspath(path))
-    return path.with_name(f".{path.name}.{suffix}")
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names atomically; False where the system has no such call."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        raise CheckpointError(f"{path} should have the checksum {entry['crc32']:08x} but has: {crc:08x}")

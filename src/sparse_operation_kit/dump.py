@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 import embstore
-from embstore.sok_files import DamagedDumpError, DumpReader, DumpWriter, TableReader, TableWriter
+from embstore.checkpoint.ranks import CheckpointError
+from embstore.sok_files import DumpReader, DumpWriter, TableReader, TableWriter
 from sparse_operation_kit.communication import Single, agree, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.interaction import filter_variables
@@ -241,7 +242,7 @@ def _check_table(table: TableReader, variable: Any) -> None:
             )
     for name, states in table.states.items():
         if len(table) and states.shape[1] != table.dim:
-            raise DamagedDumpError(
+            raise CheckpointError(
                 f"{table.prefix}-{name} should have {table.dim} columns but has: {states.shape[1]}"
             )
 

@@ -37,7 +37,7 @@ class RowwiseAdagrad(Formula):
 
 
 class Ftrl(Formula):
-    lr, power, l1, l2, beta = 0.1, 0.5, 0.01, 0.02, 0.5
+    lr, power, l1, l2, beta, shrinkage = 0.1, 0.5, 0.01, 0.02, 0.5, 0.0
 
     def step(self):
         g = self.weight.grad
@@ -46,10 +46,18 @@ class Ftrl(Formula):
         n, z = self.state
         with torch.no_grad():
             new = n + g * g
-            z += g - (new**self.power - n**self.power) / self.lr * self.weight
+            z += (
+                g
+                + 2 * self.shrinkage * self.weight
+                - (new**self.power - n**self.power) / self.lr * self.weight
+            )
             n.copy_(new)
             moved = (z.sign() * self.l1 - z) / ((self.beta + n**self.power) / self.lr + self.l2)
             self.weight.copy_(torch.where(z.abs() <= self.l1, torch.zeros_like(z), moved))
+
+
+class ShrinkingFtrl(Ftrl):
+    shrinkage = 0.03
 
 
 def of_torch(name, **keywords):
@@ -81,6 +89,7 @@ SAMPLES = [
             ({"momentum": -1.0}, "momentum"),
             ({"dampening": INF}, "dampening"),
             ({"nesterov": True}, "nesterov"),
+            ({"momentum": 0.9, "velocity": True, "dampening": 0.5}, "dampening"),
             ({"weight_decay": -1.0}, "weight_decay"),
             ({"clip_value": NAN}, "clip_value"),
             ({"clip_norm": -2.0}, "clip_norm"),
@@ -95,6 +104,12 @@ SAMPLES = [
     Sample(
         embstore.SGD(lr=0.1, momentum=0.8, dampening=0.3),
         of_torch("SGD", lr=0.1, momentum=0.8, dampening=0.3),
+    ),
+    # A velocity differs from torch's buffer only when the learning rate changes.
+    Sample(embstore.SGD(lr=0.1, momentum=0.9, velocity=True), of_torch("SGD", lr=0.1, momentum=0.9)),
+    Sample(
+        embstore.SGD(lr=0.1, momentum=0.9, nesterov=True, velocity=True),
+        of_torch("SGD", lr=0.1, momentum=0.9, nesterov=True),
     ),
     Sample(
         embstore.Adagrad(lr=0.1),
@@ -161,8 +176,10 @@ SAMPLES = [
             ({"lambda1": -1.0}, "lambda1"),
             ({"lambda2": NAN}, "lambda2"),
             ({"beta": -1.0}, "beta"),
+            ({"l2_shrinkage": -1.0}, "l2_shrinkage"),
         ],
     ),
+    Sample(embstore.Ftrl(lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5, l2_shrinkage=0.03), ShrinkingFtrl),
 ]
 IDS = [str(i) + type(s.ours).__name__ for i, s in enumerate(SAMPLES)]
 

@@ -198,3 +198,28 @@ def test_a_mixed_collection_scores_each_table_by_its_own_strategy():
         collection({"STEP": torch.tensor([5, 5]), "LFU": torch.tensor([5, 5])})
     assert collection.tables["STEP"].read([5]).scores.tolist() == [3]
     assert collection.tables["LFU"].read([5]).scores.tolist() == [6]
+
+
+def test_a_gradient_renews_the_scores_of_its_rows_when_asked_to():
+    table = small_table(2, score_strategy="timestamp")
+    table.find_or_insert([1, 2, 3])
+    before = table.read([1, 2, 3]).scores
+    table.apply_gradients([2, 9], np.ones((2, 2), np.float32))
+    assert (table.read([1, 2, 3]).scores == before).all()
+    table.apply_gradients([2, 9], np.ones((2, 2), np.float32), renew_scores=True)
+    after = table.read([1, 2, 3]).scores
+    assert after[1] > before[1] and (after[[0, 2]] == before[[0, 2]]).all()
+    assert not table.contains([9])[0]
+
+
+def test_the_eviction_log_can_be_switched_on_for_a_while():
+    table = small_table(2, max_capacity=128, bucket_capacity=128, score_strategy="timestamp")
+    table.find_or_insert(np.arange(128))
+    table.find_or_insert(np.arange(200, 210))  # not logged
+    table.set_eviction_log(embstore.EvictionLog.ROWS)
+    table.find_or_insert(np.arange(300, 305))
+    gone = table.evictions()
+    assert len(gone) == 5 and (gone.keys < 128).all() and gone.values.shape == (5, 2)
+    table.set_eviction_log(embstore.EvictionLog.OFF)
+    table.find_or_insert(np.arange(400, 405))
+    assert len(table.evictions()) == 0

@@ -3,11 +3,14 @@
 v1a, v2       the layouts of dumps; also from dumps of the original package that have no manifest
 safetensors   {collection}/{table}.safetensors with keys, values, scores and state.*
 parquet       {collection}/{table}.parquet with columns key, vector, score and one for each state
+sok           files of SparseOperationKit, {table}_0-key and so on, for a variable named {table}; they keep
+              no scores
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,29 @@ import numpy as np
 
 import embstore.checkpoint.merging as merging
 from embstore.checkpoint.dumping import start
-from embstore.checkpoint.files import Draft
+from embstore.checkpoint.files import Draft, check_target
 from embstore.checkpoint.layouts import WRITTEN
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.ranks import CheckpointError, Ranks
-from embstore.checkpoint.reading import open_dump
+from embstore.checkpoint.reading import Dump, open_dump
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import Order, Progress
-from embstore.optimizers import SGD
+from embstore.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Optimizer
+from embstore.sok_files import STATES, DumpReader, DumpWriter
 from embstore.table import Rows
 
-FORMATS = (*WRITTEN, "safetensors", "parquet")
+FORMATS = (*WRITTEN, "safetensors", "parquet", "sok")
+# The names of SOK's optimizers say which rule it was, but not its numbers.
+_SOK_OPTIMIZERS: tuple[Optimizer, ...] = (
+    SGD(),
+    SGD(momentum=0.9, velocity=True),
+    Adagrad(),
+    Adam(),
+    Adamax(),
+    Adadelta(),
+    Ftrl(),
+)
 
 
 def convert(path: Path, target: Path, to: str, progress: Progress | None = None) -> None:
@@ -37,6 +51,8 @@ def convert(path: Path, target: Path, to: str, progress: Progress | None = None)
         files = sorted(p for p in path.rglob("*") if p.suffix in (".safetensors", ".parquet"))
         if files:
             return _write(target, to, [_source(file, name_of(file.parent.name)) for file in files], progress)
+        if any(path.glob("*-key")):
+            return _write(target, to, _sok_sources(path), progress, optim=True)
         dump = open_dump(path)
         dump.verify()
         if dump.manifest is not None:
@@ -48,6 +64,8 @@ def convert(path: Path, target: Path, to: str, progress: Progress | None = None)
         return _write(target, to, sources, progress)
     dump = open_dump(path)
     dump.verify()
+    if to == "sok":
+        return _write_sok(target, dump, progress)
     draft = Draft(target)
     try:
         for number, table in enumerate(dump.tables):
@@ -72,11 +90,12 @@ def convert(path: Path, target: Path, to: str, progress: Progress | None = None)
     return None
 
 
-def _plain_spec(name: str, dim: int) -> TableSpec:
+def _plain_spec(name: str, dim: int, optimizer: Optimizer | None = None) -> TableSpec:
     """A table of which nothing is known but its rows: float32, scores as customized ones."""
     from embstore.table import Table
 
-    table = Table(name, dim=dim, optimizer=SGD(), score_strategy="customized", init_capacity=128)
+    optimizer = optimizer or SGD()
+    table = Table(name, dim=dim, optimizer=optimizer, score_strategy="customized", init_capacity=128)
     try:
         return TableSpec.of(table)
     finally:
@@ -120,6 +139,45 @@ def _arrays(file: Path) -> tuple[Any, Any, Any]:
     return keys, arrays["values"].astype(np.float32), scores.astype(np.uint64)
 
 
-def _write(target: Path, layout: str, sources: list[Source], progress: Progress | None) -> None:
+def _sok_sources(path: Path) -> list[Source]:
+    reader, sources = DumpReader(path), []
+    for prefix in reader.tables():
+        table = reader.table(prefix)
+        engine_name, states = table.engine_states()
+        optimizer = next(o for o in _SOK_OPTIMIZERS if o.engine_name == engine_name)
+        spec = _plain_spec(prefix.removesuffix("_0"), max(table.dim, 1), optimizer)
+        steps = int((reader.manifest or {}).get("iterations", 0))
+        if states is None:
+            states = np.empty((len(table), 0), np.float32)
+        rows = Rows(
+            table.keys.astype(np.int64),
+            np.asarray(table.values, np.float32).reshape(len(table), spec.dim),
+            np.asarray(states, np.float32).reshape(len(table), spec.state_width),
+            np.ones(len(table), np.uint64),
+        )
+        sources.append(block_source("sok", replace(spec, optimizer_step=steps), len(table), iter([rows])))
+    return sources
+
+
+def _write_sok(target: Path, dump: Dump, progress: Progress | None) -> None:
+    check_target(target)
+    with DumpWriter(target) as writer:
+        writer.facts["world_size"] = 1
+        for number, table in enumerate(dump.tables):
+            optimizer, slots = STATES.get(table.spec.engine_optimizer if table.spec else "", ("", ()))
+            if len(table.state_names) != len(slots):
+                slots = ()  # dumped without states, or they have no name in SOK
+            # TensorFlow adds ":0" to the name of a variable.
+            output = writer.table(f"{table.name}:0", np.int64, optimizer=optimizer, slots=slots)
+            for rows in table.blocks():
+                states = np.split(rows.states, len(slots), axis=1) if slots else []
+                output.append(rows.keys, rows.values, states)
+            if progress:
+                progress(number + 1, len(dump.tables))
+
+
+def _write(
+    target: Path, layout: str, sources: list[Source], progress: Progress | None, optim: bool = False
+) -> None:
     ranks = Ranks()
-    start(target, {0: sources}, 1, Order(layout, optim=False), ranks).run(ranks, progress=progress)
+    start(target, {0: sources}, 1, Order(layout, optim=optim), ranks).run(ranks, progress=progress)

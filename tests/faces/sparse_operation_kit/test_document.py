@@ -5,6 +5,7 @@ Where its comments contradict its code, the code is followed: 15 x 16 tables on 
 """
 
 import re
+import runpy
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import tensorflow as tf
 
 import sparse_operation_kit as sok
 from embstore.sok_files import file_prefix
+
+ROOT = Path(__file__).parents[3]
 
 
 def indices():
@@ -98,7 +101,7 @@ def test_the_document_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
 
 
 def test_the_examples_of_the_guide_run(tmp_path, monkeypatch):
-    guide = (Path(__file__).parents[3] / "docs" / "sparse_operation_kit.md").read_text()
+    guide = (ROOT / "docs" / "sparse_operation_kit.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
@@ -118,38 +121,7 @@ def test_the_numbers_in_its_comments_are_those_of_the_tables_they_were_made_with
 
 
 def test_a_keras_model_fits_with_a_layer_over_a_dynamic_variable():
-    class Embedding(tf.keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.table = sok.DynamicVariable(dimension=4, initializer="random")
-
-        def call(self, ids):
-            return tf.nn.embedding_lookup(self.table, ids)
-
-    class Model(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.dense = Embedding(), tf.keras.layers.Dense(1)
-
-        def call(self, ids):
-            return self.dense(tf.reduce_sum(self.embedding(ids), axis=1))
-
-        def train_step(self, data):
-            ids, labels = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=labels, y_pred=self(ids, training=True))
-            table = self.embedding.table
-            of_table, *of_dense = tape.gradient(loss, [table, *self.trainable_variables])
-            self.optimizer.apply_gradients(zip(of_dense, self.trainable_variables))
-            self.sok_optimizer.apply_gradients([(of_table, table)])
-            return {"of_batch": loss}
-
-    rng = np.random.default_rng(0)
-    ids = rng.integers(-(2**62), 2**62, (64, 3))
-    labels = rng.normal(size=(64, 1)).astype(np.float32)
-    model = Model()
-    model.sok_optimizer = sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.05))
-    model.compile(optimizer=tf.keras.optimizers.Adam(0.05), loss="mse", jit_compile=False)
-    history = model.fit(ids, labels, epochs=12, batch_size=32, verbose=0)
-    assert history.history["of_batch"][-1] < 0.1 * history.history["of_batch"][0]
+    program = runpy.run_path(str(ROOT / "examples" / "sok_keras.py"))
+    model, ids, history = program["main"]()
+    assert history["squared_error"][-1] < 0.1 * history["squared_error"][0]
     assert int(model.embedding.table.size[0]) == len(np.unique(ids))

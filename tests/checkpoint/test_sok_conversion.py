@@ -1,0 +1,50 @@
+"""Files of SparseOperationKit from a dump of embstore and back, by the command line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import embstore
+from embstore.cli import app
+from embstore.sok_files import DumpReader
+
+OPTIMIZERS = (
+    embstore.SGD(),
+    embstore.SGD(momentum=0.9, velocity=True),
+    embstore.Adagrad(),
+    embstore.Adam(),
+    embstore.Adamax(),
+    embstore.Adadelta(),
+    embstore.Ftrl(),
+)
+
+
+def convert(*arguments: object) -> None:
+    done = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.engine_name)
+def test_rows_and_states_survive_the_way_to_sok_and_back(
+    tmp_path: Path, optimizer: embstore.Optimizer
+) -> None:
+    table = embstore.Table("user", dim=5, optimizer=optimizer)
+    keys = np.array([-(2**63), -7, 0, 3, 2**63 - 1])
+    table.find_or_insert(keys)
+    table.apply_gradients(keys[1:], np.ones((4, 5), np.float32))
+    embstore.dump(tmp_path / "dump", {"model": {"user": table}}, optim=True)
+    convert(tmp_path / "dump", tmp_path / "sok", "--to", "sok")
+    rows = table.rows()
+    stored = DumpReader(tmp_path / "sok").table("user:0")
+    order = np.argsort(stored.keys)
+    np.testing.assert_array_equal(stored.keys[order], rows.keys)
+    np.testing.assert_array_equal(stored.values[order], rows.values)
+    assert stored.engine_states()[0] == optimizer.engine_name
+    convert(tmp_path / "sok", tmp_path / "back", "--to", "v1a")
+    twin = embstore.Table("user", dim=5, optimizer=optimizer, score_strategy="customized")
+    embstore.load(tmp_path / "back", {"sok": {"user": twin}}, optim=True)
+    np.testing.assert_array_equal(twin.rows().keys, rows.keys)
+    np.testing.assert_array_equal(twin.rows().values, rows.values)
+    np.testing.assert_array_equal(twin.rows().states, rows.states)
