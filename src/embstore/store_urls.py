@@ -64,7 +64,8 @@ def open_store(
             _opened[url, table, column] = store
     if store.row_bytes != size:
         raise ValueError(
-            f"rows of {table} at {url} should have {store.row_bytes} bytes, as they were stored, but have: {size}"
+            f"rows of {table} at {url} should have {store.row_bytes} bytes, as they were stored, "
+            f"but have: {size}"
         )
     return store
 

@@ -33,9 +33,7 @@ def train(embedding, steps=3, ids=50, seed=0):
 def test_options_are_the_dicts_of_the_original_and_are_not_changed(tmp_path):
     column = oe.make_column_options(oe.make_normal_initializer(0.0, 0.1))
     assert oe.make_table([column, column]) == {"columns": [column, column]}
-    store = oe.make_cached_ssd_store_options(
-        16, str(tmp_path), capacity=1000, size_factor=3, host_cache_budget_mb=8
-    )
+    store = oe.make_cached_ssd_store_options(16, str(tmp_path), capacity=1000, size_factor=3, host_cache_budget_mb=8)
     assert store == {
         "kv_store": {
             "caches": [
@@ -136,9 +134,7 @@ def test_int32_ids(tmp_path):
     first = embedding.eval()(ids)
     embedding.save_snapshot("s")
     assert torch.equal(embedding(ids), first)
-    with pytest.raises(
-        TypeError, match="ids should be a tensor of the key_type torch.int32 but are: torch.int64"
-    ):
+    with pytest.raises(TypeError, match="ids should be a tensor of the key_type torch.int32 but are: torch.int64"):
         embedding(ids.long())
 
 
@@ -223,18 +219,13 @@ def test_reader_and_writer_refuse_what_does_not_fit(tmp_path):
     with oe.make_persistent_table_writer(path, "s", np.int64, np.float32, 4) as writer:
         with pytest.raises(ValueError, match="keys should be a 1-D array of int64 but are: int32"):
             writer.write(np.arange(3, dtype=np.int32), np.zeros((3, 4), np.float32))
-        with pytest.raises(
-            ValueError, match=r"values should be .* \(3, 4\) but are: float32 of the shape \(3, 5\)"
-        ):
+        with pytest.raises(ValueError, match=r"values should be .* \(3, 4\) but are: float32 of the shape \(3, 5\)"):
             writer.write(np.arange(3), np.zeros((3, 5), np.float32))
     with pytest.raises(ValueError, match="VALUE_SIZE 16 but is opened with: 32"):
         oe.make_persistent_table_reader(path, "s", np.int64, np.float32, 8)
     with pytest.raises(FileNotFoundError, match="has no snapshot 'other'"):
         oe.make_persistent_table_reader(path, "other", np.int64, np.float32, 4)
-    with (
-        pytest.raises(ZeroDivisionError),
-        oe.make_persistent_table_writer(path, "half", np.int64, np.float32, 4),
-    ):
+    with pytest.raises(ZeroDivisionError), oe.make_persistent_table_writer(path, "half", np.int64, np.float32, 4):
         raise ZeroDivisionError
     with pytest.raises(FileNotFoundError, match="has no snapshot 'half'"):
         oe.make_persistent_table_reader(path, "half", np.int64, np.float32, 4)
@@ -253,9 +244,7 @@ def test_a_capacity_that_is_exceeded_raises_and_keeps_the_rows(tmp_path, kind):
     before = embedding.eval()(torch.arange(100))
     embedding.train()
     embedding(torch.arange(100))
-    with pytest.raises(
-        RuntimeError, match="embedding 'e' is full: it holds 100 of 100 rows and was given 2 new"
-    ):
+    with pytest.raises(RuntimeError, match="embedding 'e' is full: it holds 100 of 100 rows and was given 2 new"):
         embedding(torch.arange(98, 102))
     assert torch.equal(embedding.eval()(torch.arange(100)), before)
 
@@ -287,9 +276,7 @@ def test_misuse_is_refused_with_the_argument_and_its_value(tmp_path):
         embedding(torch.arange(2), torch.arange(3))
     with pytest.raises(ValueError, match="table_ids should be between 0 and 1 but one is: 2"):
         embedding(torch.arange(2), torch.tensor([0, 2]))
-    with pytest.raises(
-        TypeError, match="ids should be a tensor of the key_type torch.int64 but are: torch.int32"
-    ):
+    with pytest.raises(TypeError, match="ids should be a tensor of the key_type torch.int64 but are: torch.int32"):
         embedding(torch.arange(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="ids should have data but their device is: meta"):
         embedding(torch.arange(2, device="meta"))
