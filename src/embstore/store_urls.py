@@ -1,7 +1,7 @@
 """Stores by URL.
 
 memory://NAME              one set of tables for each name, in this process
-ssd:///path                files below a directory
+ssd:///path                files below a directory, for one process at a time; `flush` keeps them
 redis://host:6379/?…       see embstore.redis_store
 TYPE://…                   what a plug-in of that type makes of it
 """
@@ -10,29 +10,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote, unquote
 
 from embstore import _core
 from embstore.plugin_store import PluginStore
 from embstore.redis_store import SCHEMES, RedisStore
-from embstore.stores import MemoryStore, Store
+from embstore.stores import MemoryStore, SsdStore, Store
 
-_memory: dict[tuple[str, str, int], Store] = {}
-_memory_lock = threading.Lock()
+LOCAL = ("memory", "ssd")  # of one process: whoever opens the same table in it gets the same store
+
+_opened: dict[tuple[str, str, int], Store] = {}
+_opened_lock = threading.Lock()
 
 
 def _split(url: str) -> tuple[str, str]:
     scheme, separator, rest = url.partition("://")
     if not separator:
         raise ValueError("url should be scheme://… but has no scheme")
-    if scheme not in ("memory", *SCHEMES, *_core.plugin_types()):
-        known = ["memory", *SCHEMES, *_core.plugin_types()]
+    known = [*LOCAL, *SCHEMES, *_core.plugin_types()]
+    if scheme not in known:
         raise ValueError(f"the scheme of url should be one of {known} but is: {scheme}")
     return scheme, rest
 
 
 def is_shared(url: str) -> bool:
     """Whether all processes that open this URL meet the same rows."""
-    return _split(url)[0] != "memory"
+    return _split(url)[0] not in LOCAL
 
 
 def open_store(
@@ -50,13 +54,38 @@ def open_store(
     scheme, rest = _split(url)
     if scheme in SCHEMES:
         return RedisStore(url, table=table, tensor_bytes=tensor_bytes, column=column, layout=layout)
-    if scheme != "memory":
+    if scheme not in LOCAL:
         return PluginStore(scheme, rest, table, tensor_bytes, column)
-    with _memory_lock:
-        store = _memory.setdefault((rest, table, column), MemoryStore(sum(tensor_bytes)))
-    if store.row_bytes != sum(tensor_bytes):
+    size = sum(tensor_bytes)
+    with _opened_lock:
+        store = _opened.get((url, table, column))
+        if store is None:
+            store = MemoryStore(size) if scheme == "memory" else _SavedSsdStore(rest, table, column, size)
+            _opened[url, table, column] = store
+    if store.row_bytes != size:
         raise ValueError(
-            f"rows of {table} at memory://{rest} should have {store.row_bytes} bytes, as they were stored, "
-            f"but have: {sum(tensor_bytes)}"
+            f"rows of {table} at {url} should have {store.row_bytes} bytes, as they were stored, "
+            f"but have: {size}"
         )
     return store
+
+
+class _SavedSsdStore(SsdStore):
+    """An SSD store that begins with what was last flushed."""
+
+    def __init__(self, path: str, table: str, column: int, row_bytes: int) -> None:
+        if not path.startswith("/"):
+            raise ValueError(f"an ssd URL should be ssd:///path but its path is: {path!r}")
+        super().__init__(Path(unquote(path)) / quote(f"{table}-{column}", safe=""), row_bytes)
+        if saved := self._saved():
+            self.load_snapshot(saved[-1])
+
+    def _saved(self) -> list[str]:
+        return sorted(self.snapshots(), key=lambda name: int(name.rpartition("-")[2]))
+
+    def flush(self) -> None:
+        saved = self._saved()
+        last = int(saved[-1].rpartition("-")[2]) if saved else 0
+        self.snapshot(f"saved-{last + 1}")
+        for name in saved:  # only once the new one is there
+            self.delete_snapshot(name)

@@ -26,7 +26,9 @@ from embstore.store_urls import is_shared, open_store
 from embstore.stores import Store
 
 DEFAULT_PS_CHUNK_SIZE = 8 * 1024 * 1024
-MOST_ROWS = 16384  # of one call to a store: what is moved stays in the processor's cache, and is not mapped anew
+MOST_ROWS = (
+    16384  # of one call to a store: what is moved stays in the processor's cache, and is not mapped anew
+)
 PS_CONFIG_KEYS = ("chunk_size", "seed")
 
 Ids = npt.NDArray[np.int64]
@@ -153,7 +155,12 @@ class PS:
                 ids, slots = ids[here], slots[here]
             step = self._chunk_rows[shard.column]
             for begin in range(0, len(ids), step):
-                yield shard, self._stores[shard.column], ids[begin : begin + step], slots[begin : begin + step]
+                yield (
+                    shard,
+                    self._stores[shard.column],
+                    ids[begin : begin + step],
+                    slots[begin : begin + step],
+                )
 
     def push(self, pairs: Pairs) -> None:
         """Stores the rows of these (id, slot); pairs whose slot is on another rank are passed by."""

@@ -30,6 +30,10 @@ def test_it_does_so_over_redis(redis, layout, num_prefetch):
     twins.compare(url, sharding="column_wise", optimizer="rowwise_adagrad", num_prefetch=num_prefetch)
 
 
+def test_it_does_so_over_files(tmp_path):
+    twins.compare(f"ssd://{tmp_path}", sharding="table_wise", optimizer="adagrad", num_prefetch=2)
+
+
 def test_the_comparison_notices_slots_that_are_given_away_too_early(monkeypatch):
     from torchrec_dynamic_embedding.windows import InFlight
 
