@@ -97,11 +97,12 @@ void BindTable(nb::module_& m) {
       .def_rw("clip_value", &StepOptions::clip_value)
       .def_rw("clip_norm", &StepOptions::clip_norm)
       .def_rw("eps", &StepOptions::eps)
-      .def_prop_rw("eps_placement",
-                   [](const StepOptions& step) { return static_cast<int>(step.eps_placement); },
-                   [](StepOptions& step, int placement) {
-                     step.eps_placement = static_cast<EpsPlacement>(placement);
-                   })
+      .def_prop_rw(
+          "eps_placement",
+          [](const StepOptions& step) { return static_cast<int>(step.eps_placement); },
+          [](StepOptions& step, int placement) {
+            step.eps_placement = static_cast<EpsPlacement>(placement);
+          })
       .def_rw("beta1", &StepOptions::beta1)
       .def_rw("beta2", &StepOptions::beta2)
       .def_rw("bias_correction", &StepOptions::bias_correction)
@@ -286,9 +287,10 @@ void BindTable(nb::module_& m) {
             table.Resident(Keys(keys, n), Address<uint8_t>(found));
           },
           Unlocked())
-      .def("set_eviction_log", [](Table& table, int log) {
-             table.set_eviction_log(static_cast<EvictionLog>(log));
-           }, Unlocked())
+      .def(
+          "set_eviction_log",
+          [](Table& table, int log) { table.set_eviction_log(static_cast<EvictionLog>(log)); },
+          Unlocked())
       .def("close", &Table::Close, Unlocked());
 
   nb::class_<Snapshot>(m, "Snapshot",

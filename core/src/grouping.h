@@ -1,8 +1,8 @@
 // Occurrences of a batch grouped by slot, so that each row is updated once.
 //
 // A radix sort in two steps: occurrences are spread over partitions by the high bits of the slot
-// (in chunks, by several threads), then each partition is sorted by itself. Rows are thus met in the
-// order of their addresses. The result is the one stable order, whatever the number of threads.
+// (in chunks, by several threads), then each partition is sorted by itself. Rows are thus met in
+// the order of their addresses. The result is the one stable order, whatever the number of threads.
 #pragma once
 
 #include <cstdint>

@@ -122,7 +122,8 @@ void KeyIndex::Prefetch(int64_t key, bool entries) const {
     __builtin_prefetch(digests + line * kLine);
   }
   if (!entries) return;
-  const auto* begin = reinterpret_cast<const std::byte*>(v.entries + home.bucket * bucket_capacity_);
+  const auto* begin =
+      reinterpret_cast<const std::byte*>(v.entries + home.bucket * bucket_capacity_);
   const int64_t bytes = std::min<int64_t>(bucket_capacity_, 256) * int64_t{sizeof(IndexEntry)};
   for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(begin + byte);
 }
@@ -132,9 +133,8 @@ KeyIndex::Insertion KeyIndex::FindOrInsert(int64_t key, uint64_t score) {
   const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
   const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
   const int64_t first = home.bucket * bucket_capacity_;
-  const int64_t found =
-      VisitMatches(digests, v.lines_per_bucket, home.line, home.digest,
-                   [&](int64_t at) { return v.entries[first + at].key == key; });
+  const int64_t found = VisitMatches(digests, v.lines_per_bucket, home.line, home.digest,
+                                     [&](int64_t at) { return v.entries[first + at].key == key; });
   if (found >= 0) return {static_cast<Slot>(first + found), false};
   const int64_t free = VisitMatches(digests, v.lines_per_bucket, home.line, kFreeDigest,
                                     [](int64_t) { return true; });

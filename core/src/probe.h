@@ -42,7 +42,8 @@ inline Home HomeOf(uint64_t hash, uint64_t base_buckets, uint64_t split_mask,
 // Bit i is set where line[i] == digest.
 inline uint64_t MatchLine(const uint8_t* line, uint8_t digest) {
 #if defined(__AVX512BW__)
-  return _mm512_cmpeq_epi8_mask(_mm512_load_si512(line), _mm512_set1_epi8(static_cast<char>(digest)));
+  return _mm512_cmpeq_epi8_mask(_mm512_load_si512(line),
+                                _mm512_set1_epi8(static_cast<char>(digest)));
 #elif defined(__AVX2__)
   const __m256i wanted = _mm256_set1_epi8(static_cast<char>(digest));
   const auto* half = reinterpret_cast<const __m256i*>(line);

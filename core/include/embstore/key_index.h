@@ -1,8 +1,8 @@
 // KeyIndex maps keys to slots and keeps a score for each.
 //
-// A bucket is `bucket_capacity` slots. Its one-byte digests fill whole cache lines that are compared
-// with SIMD; key and score of a slot share 16 bytes, so a hit that renews its score touches one line
-// for the digests and one for the entry.
+// A bucket is `bucket_capacity` slots. Its one-byte digests fill whole cache lines that are
+// compared with SIMD; key and score of a slot share 16 bytes, so a hit that renews its score
+// touches one line for the digests and one for the entry.
 //
 //     hash(key) = [ 63..32: base bucket | 31..24: digest | 23..0: which split of the base bucket ]
 //
@@ -40,7 +40,8 @@ struct KeyIndexOptions {
 class KeyIndex {
  public:
   // Throws InvalidArgument naming the field. max_capacity is rounded up to whole buckets (and by at
-  // most a sixteenth to something that doubling can reach); the first capacity is near init_capacity.
+  // most a sixteenth to something that doubling can reach); the first capacity is near
+  // init_capacity.
   explicit KeyIndex(const KeyIndexOptions& options);
 
   int64_t size() const { return size_; }
@@ -63,13 +64,13 @@ class KeyIndex {
   // The slot of the key or kNoSlot.
   Slot Find(int64_t key) const;
 
-  // Fetches what Find and FindOrInsert will read of the key's bucket, and with `entries` what Victim
-  // will read.
+  // Fetches what Find and FindOrInsert will read of the key's bucket, and with `entries` what
+  // Victim will read.
   void Prefetch(int64_t key, bool entries) const;
 
-  // The slot of the key, or else the free slot of its bucket that is nearest to its home line, which
-  // the key then takes. kNoSlot when the bucket is full. Does not count: call AddSize afterwards, so
-  // that threads may insert into different buckets together.
+  // The slot of the key, or else the free slot of its bucket that is nearest to its home line,
+  // which the key then takes. kNoSlot when the bucket is full. Does not count: call AddSize
+  // afterwards, so that threads may insert into different buckets together.
   struct Insertion {
     Slot slot;
     bool inserted;
@@ -87,8 +88,8 @@ class KeyIndex {
   void Erase(Slot slot);  // does not count either
   void AddSize(int64_t delta) { size_ += delta; }
 
-  // Doubles the capacity. Calls moved(from, to) for every slot that moves, from several threads; the
-  // caller has made room for the new slots. Throws OutOfMemory and changes nothing.
+  // Doubles the capacity. Calls moved(from, to) for every slot that moves, from several threads;
+  // the caller has made room for the new slots. Throws OutOfMemory and changes nothing.
   void Grow(const std::function<void(Slot from, Slot to)>& moved);
 
   void Clear();

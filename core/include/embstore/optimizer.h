@@ -66,8 +66,9 @@ struct StepOptions {
       1;  // of the table, from 1: t of the bias correction; Momentum does not damp step 1
   double momentum = 0.0, dampening = 0.0;
   bool nesterov = false;
-  // Momentum: the state is the velocity v of Keras, v = momentum v - lr g and w += v, so a change of
-  // the learning rate does not scale what is under way. torch keeps the sum of gradients instead.
+  // Momentum: the state is the velocity v of Keras, v = momentum v - lr g and w += v, so a change
+  // of the learning rate does not scale what is under way. torch keeps the sum of gradients
+  // instead.
   bool velocity = false;
   double rho = 0.9;  // Adadelta
   // Ftrl. The paper and TensorFlow raise the accumulator to -learning_rate_power;

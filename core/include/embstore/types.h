@@ -27,11 +27,11 @@ enum class Pooling : uint8_t { kNone = 0, kSum = 1, kMean = 2 };
 
 // How the score of a key follows its use. The smallest score of a bucket is evicted first.
 enum class ScoreStrategy : uint8_t {
-  kTimestamp = 0,  // nanoseconds of a clock that never repeats within a table
-  kStep = 1,       // the number of the training batch, from 1
-  kCustomized = 2, // what the user set last
-  kLfu = 3,        // occurrences so far
-  kNoEviction = 4, // timestamps; the table grows instead of evicting
+  kTimestamp = 0,   // nanoseconds of a clock that never repeats within a table
+  kStep = 1,        // the number of the training batch, from 1
+  kCustomized = 2,  // what the user set last
+  kLfu = 3,         // occurrences so far
+  kNoEviction = 4,  // timestamps; the table grows instead of evicting
 };
 
 // The caller's mistake: the message names the argument and its value. Becomes ValueError.
@@ -44,7 +44,8 @@ struct InvalidState : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Memory that the machine does not have; the object is as it was before the call. Becomes MemoryError.
+// Memory that the machine does not have; the object is as it was before the call. Becomes
+// MemoryError.
 struct OutOfMemory : std::bad_alloc {
   explicit OutOfMemory(std::string what) : what_(std::move(what)) {}
   const char* what() const noexcept override { return what_.c_str(); }
