@@ -263,9 +263,8 @@ class DynamicEmbTableOptions(HKVConfig):
     dist_type         which rank owns a key: "roundrobin" is uint64(key) % world, "hash_roundrobin" mixes
                       the key first, which spreads patterned ids evenly
     admit_strategy    None, or FrequencyAdmissionStrategy(threshold)
-    external_storage  None, or a function of (embstore.TableOptions, rank) that makes the store below this
-                      rank's part of the table (see embstore.stores): evicted rows go there and come back
-                      when asked for
+    external_storage  None, or a function of (embstore.TableOptions, rank) that makes the store below the part
+                      of this rank (see embstore.stores): evicted rows go there, and come back when asked for
     caching           accepted; a table over a store is its cache in any case
 
     Two options are equal when tables that have them may share a group, whatever else differs.

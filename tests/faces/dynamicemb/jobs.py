@@ -359,7 +359,7 @@ def count_with_dedup() -> dict[int, int]:
 
 
 def over_a_store() -> dict[str, Any]:
-    """A table of one bucket over a store: 300 keys pass through, and the first come back as they were."""
+    """A table of one bucket over a store: 300 keys pass through, and all are there in the end."""
     from embstore.stores import MemoryStore, row_bytes
 
     def store(options: Any, rank: int) -> MemoryStore:
