@@ -2,8 +2,8 @@
 
 A `cached_ssd` embedding of dim 32 with Adam (384 bytes a row; 20M rows are 7.7 GB) and a cache of 512 MB
 trains on every id once and then on zipf(1.05) batches. Printed are its largest resident size and the time of
-a step. Then four all-memory tables train the same steps, each on a quarter of the ids, which fits any machine;
-keys, vectors and optimizer state have to be the same bits.
+a step. Then four all-memory tables train the same steps, each on a quarter of the ids, which fits any
+machine; keys, vectors and optimizer state have to be the same bits.
 """
 
 import argparse
