@@ -8,8 +8,8 @@ ssd-train-warm  a training step (dim 32, Adam) with 10 % of the rows in memory a
 ssd-train-cold  memory; warm through the page cache, cold past it
 
 RocksDB is set up as its documentation advises for point lookups: bloom filters of 10 bits, a block cache with
-a hash index in data blocks, as many background jobs as cores, no write-ahead log, batched writes, MultiGet. It
-is fully compacted before it is read, and its keys are made into bytes before the clock runs.
+a hash index in data blocks, as many background jobs as cores, no write-ahead log, batched writes, MultiGet.
+It is fully compacted before it is read, and its keys are made into bytes before the clock runs.
 """
 
 import os
