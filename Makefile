@@ -24,7 +24,7 @@ unexport PYTHONPATH PYTHONHOME
 # ------------------------------------------------------------------------------------------------
 # What is installed, in this order: a package that pins torch loosely must find it in place.
 
-STEPS := torch fbgemm torchrec-needs torchrec build-tools dev-tools extras
+STEPS := torch fbgemm torchrec-needs torchrec build-tools dev-tools extras tensorflow
 
 PIP_torch := torch==2.13.0
 PIP_fbgemm := fbgemm-gpu-cpu==1.8.0
@@ -32,8 +32,8 @@ PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
 PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
 PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
-PIP_extras := typer rich matplotlib
-# To add TensorFlow: PIP_tensorflow := tensorflow-cpu==2.21.0, and its name at the end of STEPS.
+PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis
+PIP_tensorflow := tensorflow-cpu==2.21.0 tf_keras==2.21.0
 
 CPP_FILES := $(shell find core bindings -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \) 2>/dev/null)
 # Directories count as well: their time changes when a file is removed.

@@ -68,46 +68,50 @@ void BindLookup(nb::module_& m) {
       .def("__len__", &SlotList::size);
 
   nb::class_<LookupRequest>(m, "LookupRequest")
-      .def("__init__",
-           [](LookupRequest* self, std::shared_ptr<Table> table, uintptr_t keys, int64_t n,
-              int pooling, uintptr_t offsets, int64_t bags, uintptr_t weights, uintptr_t out,
-              int out_dtype, int64_t out_stride, uintptr_t positions, uintptr_t initial) {
-             new (self) LookupRequest{std::move(table),
-                                      {Address<const int64_t>(keys), static_cast<size_t>(n)},
-                                      static_cast<Pooling>(pooling),
-                                      Offsets(offsets, bags),
-                                      Address<const float>(weights),
-                                      Address<const float>(initial),
-                                      View(out, out_dtype, out_stride, positions)};
-           },
-           "table"_a, "keys"_a, "n"_a, "pooling"_a, "offsets"_a, "bags"_a, "weights"_a, "out"_a,
-           "out_dtype"_a, "out_stride"_a, "positions"_a, "initial"_a = 0);
+      .def(
+          "__init__",
+          [](LookupRequest* self, std::shared_ptr<Table> table, uintptr_t keys, int64_t n,
+             int pooling, uintptr_t offsets, int64_t bags, uintptr_t weights, uintptr_t out,
+             int out_dtype, int64_t out_stride, uintptr_t positions, uintptr_t initial) {
+            new (self) LookupRequest{std::move(table),
+                                     {Address<const int64_t>(keys), static_cast<size_t>(n)},
+                                     static_cast<Pooling>(pooling),
+                                     Offsets(offsets, bags),
+                                     Address<const float>(weights),
+                                     Address<const float>(initial),
+                                     View(out, out_dtype, out_stride, positions)};
+          },
+          "table"_a, "keys"_a, "n"_a, "pooling"_a, "offsets"_a, "bags"_a, "weights"_a, "out"_a,
+          "out_dtype"_a, "out_stride"_a, "positions"_a, "initial"_a = 0);
 
   nb::class_<GradientRequest>(m, "GradientRequest")
-      .def("__init__",
-           [](GradientRequest* self, const SlotList& slots, int pooling, uintptr_t offsets,
-              int64_t bags, uintptr_t weights, uintptr_t gradients, int dtype, int64_t stride,
-              uintptr_t positions, const StepOptions& step) {
-             new (self) GradientRequest{&slots,
-                                        static_cast<Pooling>(pooling),
-                                        Offsets(offsets, bags),
-                                        Address<const float>(weights),
-                                        View(gradients, dtype, stride, positions),
-                                        step};
-           },
-           nb::keep_alive<1, 2>(), "slots"_a, "pooling"_a, "offsets"_a, "bags"_a, "weights"_a,
-           "gradients"_a, "dtype"_a, "stride"_a, "positions"_a, "step"_a);
+      .def(
+          "__init__",
+          [](GradientRequest* self, const SlotList& slots, int pooling, uintptr_t offsets,
+             int64_t bags, uintptr_t weights, uintptr_t gradients, int dtype, int64_t stride,
+             uintptr_t positions, const StepOptions& step) {
+            new (self) GradientRequest{&slots,
+                                       static_cast<Pooling>(pooling),
+                                       Offsets(offsets, bags),
+                                       Address<const float>(weights),
+                                       View(gradients, dtype, stride, positions),
+                                       step};
+          },
+          nb::keep_alive<1, 2>(), "slots"_a, "pooling"_a, "offsets"_a, "bags"_a, "weights"_a,
+          "gradients"_a, "dtype"_a, "stride"_a, "positions"_a, "step"_a);
 
   m.def("look_up", &PyLookUp, "requests"_a, "access"_a);
-  m.def("apply_gradients",
-        [](const std::vector<GradientRequest>& requests) { ApplyGradients(requests); },
-        nb::call_guard<nb::gil_scoped_release>(), "requests"_a);
+  m.def(
+      "apply_gradients",
+      [](const std::vector<GradientRequest>& requests) { ApplyGradients(requests); },
+      nb::call_guard<nb::gil_scoped_release>(), "requests"_a);
   m.def("reduce_gradients", &PyReduce, "request"_a);
-  m.def("weight_gradients",
-        [](const GradientRequest& request, uintptr_t out) {
-          WeightGradients(request, Address<float>(out));
-        },
-        nb::call_guard<nb::gil_scoped_release>(), "request"_a, "out"_a);
+  m.def(
+      "weight_gradients",
+      [](const GradientRequest& request, uintptr_t out) {
+        WeightGradients(request, Address<float>(out));
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "request"_a, "out"_a);
 }
 
 }  // namespace embstore

@@ -1,14 +1,15 @@
 // embstore._core: the engine for Python.
 //
 // Arrays cross the border as addresses: src/embstore checks dtype, shape and device first and keeps
-// the arrays alive during the call, so numpy, torch and TensorFlow memory is used in place and a call
-// costs a few microseconds. Every call that may take long releases the GIL.
+// the arrays alive during the call, so numpy, torch and TensorFlow memory is used in place and a
+// call costs a few microseconds. Every call that may take long releases the GIL.
 #include "module.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include "embstore/checksum.h"
 #include "embstore/hash.h"
 #include "embstore/kernels.h"
 #include "embstore/memory.h"
@@ -56,7 +57,18 @@ NB_MODULE(_core, m) {
   m.def("idle_pool_bytes", &IdlePoolBytes);
   m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "crc32",
+      [](uintptr_t data, size_t bytes, uint32_t crc) {
+        return Crc32(crc, Address<const void>(data), bytes);
+      },
+      "data"_a, "bytes"_a, "crc"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("crc32_combine", &Crc32Combine, "crc_a"_a, "crc_b"_a, "bytes_of_b"_a);
   BindStore(m);
   BindTable(m);
+  BindInitializer(m);
   BindLookup(m);
+  BindRouting(m);
+  BindParameterServer(m);
+  BindSlotMap(m);
 }

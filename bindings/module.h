@@ -8,7 +8,11 @@
 namespace embstore {
 
 void BindTable(nanobind::module_& m);
+void BindInitializer(nanobind::module_& m);
 void BindLookup(nanobind::module_& m);
+void BindRouting(nanobind::module_& m);
+void BindParameterServer(nanobind::module_& m);
+void BindSlotMap(nanobind::module_& m);
 void BindStore(nanobind::module_& m);
 
 // An address that Python handed over (0 is null).

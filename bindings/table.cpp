@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "embstore/gradient.h"
+#include "embstore/snapshot.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -37,10 +38,9 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
   const auto n = block.keys.size();
   const auto value_rows = dim ? block.values.size() / static_cast<size_t>(dim) : 0;
   const auto state_rows = !block.states.empty() ? n : value_rows * (width == 0);
-  return nb::make_tuple(ToNumpy(std::move(block.keys), n),
-                        ToNumpy(std::move(block.values), value_rows, dim),
-                        ToNumpy(std::move(block.states), state_rows, width),
-                        ToNumpy(std::move(block.scores), n));
+  return nb::make_tuple(
+      ToNumpy(std::move(block.keys), n), ToNumpy(std::move(block.values), value_rows, dim),
+      ToNumpy(std::move(block.states), state_rows, width), ToNumpy(std::move(block.scores), n));
 }
 
 InitializerOptions InitializerFrom(int kind, const std::vector<double>& values) {
@@ -62,7 +62,8 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
                                  const std::string& optimizer, double initial_accumulator,
                                  int initializer, const std::vector<double>& initializer_values,
                                  int score_strategy, uint64_t seed, int eviction_log,
-                                 int64_t eviction_log_capacity, std::shared_ptr<Store> store) {
+                                 int64_t eviction_log_capacity, int64_t admission_threshold,
+                                 std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -75,6 +76,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
+  options.admission_threshold = admission_threshold;
   options.store = std::move(store);
   return Table::Create(options);
 }
@@ -91,9 +93,15 @@ void BindTable(nb::module_& m) {
       .def_rw("learning_rate", &StepOptions::learning_rate)
       .def_rw("weight_decay", &StepOptions::weight_decay)
       .def_rw("decoupled_weight_decay", &StepOptions::decoupled_weight_decay)
+      .def_rw("gradient_scale", &StepOptions::gradient_scale)
       .def_rw("clip_value", &StepOptions::clip_value)
       .def_rw("clip_norm", &StepOptions::clip_norm)
       .def_rw("eps", &StepOptions::eps)
+      .def_prop_rw("eps_placement",
+                   [](const StepOptions& step) { return static_cast<int>(step.eps_placement); },
+                   [](StepOptions& step, int placement) {
+                     step.eps_placement = static_cast<EpsPlacement>(placement);
+                   })
       .def_rw("beta1", &StepOptions::beta1)
       .def_rw("beta2", &StepOptions::beta2)
       .def_rw("bias_correction", &StepOptions::bias_correction)
@@ -101,30 +109,35 @@ void BindTable(nb::module_& m) {
       .def_rw("momentum", &StepOptions::momentum)
       .def_rw("dampening", &StepOptions::dampening)
       .def_rw("nesterov", &StepOptions::nesterov)
+      .def_rw("velocity", &StepOptions::velocity)
       .def_rw("rho", &StepOptions::rho)
       .def_rw("learning_rate_power", &StepOptions::learning_rate_power)
       .def_rw("lambda1", &StepOptions::lambda1)
       .def_rw("lambda2", &StepOptions::lambda2)
       .def_rw("beta", &StepOptions::beta)
+      .def_rw("l2_shrinkage", &StepOptions::l2_shrinkage)
       .def_rw("ftrl_paper_sign", &StepOptions::ftrl_paper_sign);
 
   m.def("optimizer_states", [](const std::string& optimizer, int64_t dim) {
     OptimizerOptions options;
     options.kind = OptimizerFromName(optimizer);
     std::vector<std::tuple<std::string, int64_t>> states;
-    for (const StateSpec& state : States(options, dim)) states.emplace_back(state.name, state.width);
+    for (const StateSpec& state : States(options, dim))
+      states.emplace_back(state.name, state.width);
     return states;
   });
 
-  m.def("initial_values", [](int kind, const std::vector<double>& values, uint64_t seed,
-                             const std::string& stream, uintptr_t keys, int64_t n, int64_t dim,
-                             uintptr_t out) {
-    const Initializer initializer(InitializerFrom(kind, values), seed, stream);
-    for (int64_t i = 0; i < n; ++i) {
-      initializer.Fill(Address<const int64_t>(keys)[i],
-                       {Address<float>(out) + i * dim, static_cast<size_t>(dim)});
-    }
-  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "initial_values",
+      [](int kind, const std::vector<double>& values, uint64_t seed, const std::string& stream,
+         uintptr_t keys, int64_t n, int64_t dim, uintptr_t out) {
+        const Initializer initializer(InitializerFrom(kind, values), seed, stream);
+        for (int64_t i = 0; i < n; ++i) {
+          initializer.Fill(Address<const int64_t>(keys)[i],
+                           {Address<float>(out) + i * dim, static_cast<size_t>(dim)});
+        }
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("stored_row_bytes", [](int64_t dim, int dtype, const std::string& optimizer) {
     OptimizerOptions options;
     options.kind = OptimizerFromName(optimizer);
@@ -140,20 +153,20 @@ void BindTable(nb::module_& m) {
       .def_ro("evictions", &TableStats::evictions)
       .def_ro("refusals", &TableStats::refusals)
       .def_ro("log_dropped", &TableStats::log_dropped)
+      .def_ro("unadmitted", &TableStats::unadmitted)
       .def_ro("bytes", &TableStats::bytes)
       .def_ro("fetches", &TableStats::fetches)
       .def_ro("write_backs", &TableStats::write_backs);
 
-  nb::class_<Table::Cursor>(m, "Cursor")
-      .def(nb::init<>())
-      .def_ro("next", &Table::Cursor::next);
+  nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Table>(m, "Table")
       .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
-           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "store"_a.none())
+           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "admission_threshold"_a,
+           "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -163,41 +176,59 @@ void BindTable(nb::module_& m) {
       .def("current_score", &Table::current_score, Unlocked())
       .def("set_custom_score", &Table::set_custom_score, Unlocked(), "score"_a)
       .def("set_step", &Table::set_step, Unlocked(), "step"_a)
-      .def("contains", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
-             table.Contains(Keys(keys, n), Address<uint8_t>(found));
-           }, Unlocked())
-      .def("read", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values,
-                      uintptr_t states, uintptr_t scores, uintptr_t found) {
-             table.Read(Keys(keys, n), Address<float>(values), Address<float>(states),
-                        Address<uint64_t>(scores), Address<uint8_t>(found));
-           }, Unlocked())
-      .def("assign", [](Table& table, uintptr_t keys, int64_t n, uintptr_t values,
-                        uintptr_t states, uintptr_t scores) {
-             return table.Assign(Keys(keys, n), Address<const float>(values),
-                                 Address<const float>(states), Address<const uint64_t>(scores));
-           }, Unlocked())
-      .def("initial_values", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
-             for (int64_t i = 0; i < n; ++i) {
-               table.initializer().Fill(Address<const int64_t>(keys)[i],
-                                        {Address<float>(values) + i * table.dim(),
-                                         static_cast<size_t>(table.dim())});
-             }
-           }, Unlocked())
-      .def("erase", [](Table& table, uintptr_t keys, int64_t n) {
-             return table.Erase(Keys(keys, n));
-           }, Unlocked())
-      .def("apply_gradients", [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients,
-                                 int dtype, const StepOptions& step) {
-             VectorsView view;
-             view.base = Address<void>(gradients);
-             view.dtype = static_cast<DType>(dtype);
-             view.stride = table.dim();
-             return ApplyGradientsByKey(table, Keys(keys, n), view, step);
-           }, Unlocked())
+      .def("raise_clock", &Table::RaiseClock, Unlocked(), "score"_a)
+      .def("set_seed", &Table::set_seed, Unlocked(), "seed"_a)
+      .def(
+          "contains",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+            table.Contains(Keys(keys, n), Address<uint8_t>(found));
+          },
+          Unlocked())
+      .def(
+          "read",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values, uintptr_t states,
+             uintptr_t scores, uintptr_t found) {
+            table.Read(Keys(keys, n), Address<float>(values), Address<float>(states),
+                       Address<uint64_t>(scores), Address<uint8_t>(found));
+          },
+          Unlocked())
+      .def(
+          "assign",
+          [](Table& table, uintptr_t keys, int64_t n, uintptr_t values, uintptr_t states,
+             uintptr_t scores) {
+            return table.Assign(Keys(keys, n), Address<const float>(values),
+                                Address<const float>(states), Address<const uint64_t>(scores));
+          },
+          Unlocked())
+      .def(
+          "initial_values",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
+            for (int64_t i = 0; i < n; ++i) {
+              table.InitialVector(Address<const int64_t>(keys)[i],
+                                  Address<float>(values) + i * table.dim());
+            }
+          },
+          Unlocked())
+      .def(
+          "erase",
+          [](Table& table, uintptr_t keys, int64_t n) { return table.Erase(Keys(keys, n)); },
+          Unlocked())
+      .def(
+          "apply_gradients",
+          [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients, int dtype,
+             const StepOptions& step, bool renew_scores) {
+            VectorsView view;
+            view.base = Address<void>(gradients);
+            view.dtype = static_cast<DType>(dtype);
+            view.stride = table.dim();
+            return ApplyGradientsByKey(table, Keys(keys, n), view, step, renew_scores);
+          },
+          Unlocked())
       .def("clear", &Table::Clear, Unlocked())
       .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)
-      .def("export", [](const Table& table, Table::Cursor& cursor, int64_t max_rows,
-                        uint64_t min_score, bool with_values, bool with_states) {
+      .def("export",
+           [](const Table& table, Table::Cursor& cursor, int64_t max_rows, uint64_t min_score,
+              bool with_values, bool with_states) {
              RowBlock block;
              {
                nb::gil_scoped_release unlocked;
@@ -205,7 +236,27 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
-      .def("drain_evictions", [](Table& table) {
+      .def("track_changes", &Table::TrackChanges, Unlocked(), "on"_a)
+      .def("take_changes",
+           [](Table& table, bool with_states) {
+             Table::Changes changes;
+             {
+               nb::gil_scoped_release unlocked;
+               changes = table.TakeChanges(with_states);
+             }
+             const auto n = changes.removed.size();
+             return nb::make_tuple(
+                 ToArrays(std::move(changes.rows), table.dim(), table.state_width()),
+                 ToNumpy(std::move(changes.removed), n));
+           })
+      .def(
+          "restore_changes",
+          [](Table& table, uintptr_t changed, int64_t n, uintptr_t removed, int64_t m) {
+            table.RestoreChanges(Keys(changed, n), Keys(removed, m));
+          },
+          Unlocked())
+      .def("drain_evictions",
+           [](Table& table) {
              RowBlock block;
              {
                nb::gil_scoped_release unlocked;
@@ -213,22 +264,45 @@ void BindTable(nb::module_& m) {
              }
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
-      .def("set_optimizer", [](Table& table, const std::string& name, double initial_accumulator) {
-             OptimizerOptions options;
-             options.kind = OptimizerFromName(name);
-             options.initial_accumulator = static_cast<float>(initial_accumulator);
-             table.SetOptimizer(options);
-           }, Unlocked(), "optimizer"_a, "initial_accumulator"_a)
-      .def("prefetch", [](Table& table, uintptr_t keys, int64_t n) {
-             return table.Prefetch(Keys(keys, n));
-           }, Unlocked())
+      .def(
+          "set_optimizer",
+          [](Table& table, const std::string& name, double initial_accumulator) {
+            OptimizerOptions options;
+            options.kind = OptimizerFromName(name);
+            options.initial_accumulator = static_cast<float>(initial_accumulator);
+            table.SetOptimizer(options);
+          },
+          Unlocked(), "optimizer"_a, "initial_accumulator"_a)
+      .def(
+          "prefetch",
+          [](Table& table, uintptr_t keys, int64_t n) { return table.Prefetch(Keys(keys, n)); },
+          Unlocked())
       .def("flush", &Table::Flush, Unlocked())
-      .def("snapshot", &Table::Snapshot, Unlocked(), "name"_a)
+      .def("snapshot", &Table::SaveSnapshot, Unlocked(), "name"_a)
       .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
-      .def("resident", [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
-             table.Resident(Keys(keys, n), Address<uint8_t>(found));
+      .def(
+          "resident",
+          [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {
+            table.Resident(Keys(keys, n), Address<uint8_t>(found));
+          },
+          Unlocked())
+      .def("set_eviction_log", [](Table& table, int log) {
+             table.set_eviction_log(static_cast<EvictionLog>(log));
            }, Unlocked())
       .def("close", &Table::Close, Unlocked());
+
+  nb::class_<Snapshot>(m, "Snapshot",
+                       "The rows of a table at one moment, read while it is trained.")
+      .def(nb::init<std::shared_ptr<Table>>(), Unlocked(), "table"_a)
+      .def_prop_ro("rows", &Snapshot::rows)
+      .def(
+          "read",
+          [](Snapshot& snapshot, int64_t max_rows, uintptr_t keys, uintptr_t values,
+             uintptr_t states, uintptr_t scores) {
+            return snapshot.Read(max_rows, Address<int64_t>(keys), Address<float>(values),
+                                 Address<float>(states), Address<uint64_t>(scores));
+          },
+          Unlocked());
 }
 
 }  // namespace embstore

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <shared_mutex>
 #include <string>
 
@@ -47,10 +48,22 @@ struct Bags {
   }
 };
 
+// The vector of every occurrence, for a batch that is not pooled but lies in runs.
+PooledBuffer VectorNumbers(const GradientRequest& request) {
+  PooledBuffer numbers(static_cast<size_t>(request.slots->size()) * sizeof(uint32_t));
+  for (size_t run = 0; run + 1 < request.offsets.size(); ++run) {
+    const int64_t begin = request.offsets[run], end = request.offsets[run + 1];
+    std::iota(numbers.as<uint32_t>() + begin, numbers.as<uint32_t>() + end,
+              static_cast<uint32_t>(request.gradients.positions[run] / request.gradients.stride));
+  }
+  return numbers;
+}
+
 // One request on its way through the sort.
 struct Work {
   const GradientRequest* request;
   std::unique_ptr<Bags> bags;
+  PooledBuffer numbers;
   VectorsView gradients;
   std::unique_ptr<Grouping> grouping;
 
@@ -59,6 +72,10 @@ struct Work {
       bags = std::make_unique<Bags>(from);
       gradients.bag_of = bags->bag_of.as<uint32_t>();
       gradients.scale = bags->scaled ? bags->scale.as<float>() : nullptr;
+    } else if (gradients.positions != nullptr) {
+      numbers = VectorNumbers(from);
+      gradients.bag_of = numbers.as<uint32_t>();
+      gradients.positions = nullptr;
     }
     grouping = std::make_unique<Grouping>(from.slots->data(), from.slots->size(),
                                           from.slots->table().locked_capacity());
@@ -86,7 +103,7 @@ void GroupAll(std::vector<Work>& works) {
 
 void ValidateRequest(const GradientRequest& request) {
   Validate(request.slots->table().options().optimizer, request.step);
-  if (request.pooling != Pooling::kNone) ValidateOffsets(request.offsets, request.slots->size());
+  ValidateLayout(request.pooling, request.offsets, request.slots->size(), request.gradients);
 }
 
 }  // namespace
@@ -118,6 +135,11 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
     if (sorted.empty()) return;
     Table& table = work->request->slots->table();
+    if (table.watched()) {
+      for (const Occurrence& occurrence : sorted) {
+        table.BeforeChange(static_cast<Slot>(occurrence.slot));
+      }
+    }
     thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(table.dim())));
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
@@ -187,24 +209,41 @@ void WeightGradients(const GradientRequest& request, float* out) {
 }
 
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
-                            const VectorsView& gradients, const StepOptions& step) {
+                            const VectorsView& gradients, const StepOptions& step,
+                            bool renew_scores) {
+  RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   const SlotList list(table.shared_from_this(), n);
-  if (table.store()) {
-    std::unique_lock guard(table.lock());
-    table.RequireOpen();
-    table.BringUp(keys, list.data());
-  } else {
-    std::shared_lock guard(table.lock());
-    table.RequireOpen();
+  const auto find_all = [&](ScoreUpdate update, uint64_t score) {
     const IndexView index = table.index();
     ParallelFor((n + 4095) / 4096, [&](int64_t task) {
       const int64_t end = std::min((task + 1) * 4096, n);
       for (int64_t i = task * 4096; i < end; i += kProbeBlock) {
         ActiveKernels().find(index, keys.data() + i, std::min(kProbeBlock, end - i),
-                             list.data() + i, ScoreUpdate::kKeep, 0, nullptr);
+                             list.data() + i, update, score, nullptr);
       }
     });
+  };
+  int64_t missing = 0;
+  if (table.store() || renew_scores) {
+    std::unique_lock guard(table.lock());
+    table.RequireOpen();
+    if (table.store()) table.BringUp(keys, list.data());
+    if (renew_scores) {
+      const Table::BatchScore batch = table.NextBatchScore();
+      if (table.watched()) {
+        find_all(ScoreUpdate::kKeep, 0);
+        table.BeforeChange({list.data(), static_cast<size_t>(n)});
+      }
+      find_all(batch.update, batch.score);
+    }
+    // Later another thread may grow the table, which rewrites the list.
+    missing = std::count(list.data(), list.data() + n, kNoSlot);
+  } else {
+    std::shared_lock guard(table.lock());
+    table.RequireOpen();
+    find_all(ScoreUpdate::kKeep, 0);
+    missing = std::count(list.data(), list.data() + n, kNoSlot);
   }
   // Between the two locks the list keeps its rows where they are, or follows them.
   GradientRequest request;
@@ -212,7 +251,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   request.gradients = gradients;
   request.step = step;
   ApplyGradients({&request, 1});
-  return std::count(list.data(), list.data() + n, kNoSlot);
+  return missing;
 }
 
 }  // namespace embstore

@@ -10,41 +10,6 @@
 
 namespace embstore {
 
-void Philox4x32(const uint32_t key[2], const uint32_t c[4], uint32_t out[kPhiloxWords]) {
-  constexpr uint64_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
-  constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
-  constexpr int kRounds = 10;
-
-  // Words are kept in 64-bit lanes: a lane then holds a whole 32 x 32 bit product, and a round
-  // needs no shuffle between lanes.
-  uint64_t x0[kPhiloxBlocks], x1[kPhiloxBlocks], x2[kPhiloxBlocks], x3[kPhiloxBlocks];
-  for (int b = 0; b < kPhiloxBlocks; ++b) {
-    x0[b] = c[0];
-    x1[b] = c[1];
-    x2[b] = c[2] + static_cast<uint32_t>(b);
-    x3[b] = c[3];
-  }
-  uint32_t k0 = key[0], k1 = key[1];
-  for (int round = 0; round < kRounds; ++round) {
-    for (int b = 0; b < kPhiloxBlocks; ++b) {
-      const uint64_t p0 = kMultiplier0 * (x0[b] & 0xffffffffu);
-      const uint64_t p1 = kMultiplier1 * (x2[b] & 0xffffffffu);
-      x0[b] = (p1 >> 32) ^ x1[b] ^ k0;
-      x1[b] = p1 & 0xffffffffu;
-      x2[b] = (p0 >> 32) ^ x3[b] ^ k1;
-      x3[b] = p0 & 0xffffffffu;
-    }
-    k0 += kWeyl0;
-    k1 += kWeyl1;
-  }
-  for (int b = 0; b < kPhiloxBlocks; ++b) {
-    out[4 * b + 0] = static_cast<uint32_t>(x0[b]);
-    out[4 * b + 1] = static_cast<uint32_t>(x1[b]);
-    out[4 * b + 2] = static_cast<uint32_t>(x2[b]);
-    out[4 * b + 3] = static_cast<uint32_t>(x3[b]);
-  }
-}
-
 namespace {
 
 uint64_t Fnv1a64(std::string_view text) {

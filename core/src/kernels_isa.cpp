@@ -83,17 +83,23 @@ EMBSTORE_INLINE void Convert(const T* in, U* out, int64_t dim) {
 
 // --- gather -----------------------------------------------------------------------------------
 
-// Far enough to cover a miss to memory, near enough that the rows still sit in L1 when read.
-constexpr int64_t kGatherAhead = 16;
+// How many items of so many bytes to fetch ahead: enough bytes to cover a miss to memory, few
+// enough that they still sit in L1 when they are read.
+EMBSTORE_INLINE int64_t ItemsAhead(int64_t budget_bytes, int64_t item_bytes, int64_t least,
+                                   int64_t most) {
+  const int64_t items = budget_bytes / (item_bytes > 0 ? item_bytes : 1);
+  return items < least ? least : items > most ? most : items;
+}
 
 template <class T, class U, int64_t kDim>
 void GatherAs(const RowsView& rows, const Slot* slots, int64_t n, const float* extra, U* out,
               int64_t out_stride) {
   const int64_t dim = kDim > 0 ? kDim : rows.dim;
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
+  const int64_t ahead = ItemsAhead(4096, row_bytes, 4, 32);
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kGatherAhead < n && slots[i + kGatherAhead] >= 0) {
-      PrefetchBytes(RowAt<T>(rows, slots[i + kGatherAhead]), row_bytes);
+    if (i + ahead < n && slots[i + ahead] >= 0) {
+      PrefetchBytes(RowAt<T>(rows, slots[i + ahead]), row_bytes);
     }
     U* const target = out + i * out_stride;
     if (slots[i] >= 0) [[likely]] {
@@ -225,7 +231,7 @@ class Lookahead {
         vector_bytes_(dim * element_bytes_),
         rows_(rows),
         row_bytes_(row_bytes),
-        ahead_(DistanceFor(vector_bytes_ + row_bytes)) {}
+        ahead_(ItemsAhead(8192, vector_bytes_ + row_bytes, 6, 16)) {}
 
   // Call with the first occurrence that is not needed yet.
   EMBSTORE_INLINE void Advance(int64_t position) {
@@ -240,12 +246,6 @@ class Lookahead {
   }
 
  private:
-  // Keeps what is under way within a quarter of a 32 KB L1.
-  static int64_t DistanceFor(int64_t bytes) {
-    const int64_t distance = 8192 / (bytes > 0 ? bytes : 1);
-    return distance < 4 ? 4 : distance > 16 ? 16 : distance;
-  }
-
   const Occurrence* sorted_;
   int64_t n_;
   const VectorsView& gradients_;
@@ -330,20 +330,22 @@ void Reduce(int64_t dim, const Occurrence* sorted, int64_t n, const VectorsView&
 // What happens to a gradient before the rule sees it, and to the weights beside it.
 struct Conditioning {
   explicit Conditioning(const StepOptions& o)
-      : clip_value(static_cast<float>(o.clip_value)), clip_norm(o.clip_norm) {
+      : scale(static_cast<float>(o.gradient_scale)),
+        clip_value(static_cast<float>(o.clip_value)),
+        clip_norm(o.clip_norm) {
     const bool decoupled = o.decoupled_weight_decay;
     coupled_decay = static_cast<float>(decoupled ? 0.0 : o.weight_decay);
     decoupled_decay = static_cast<float>(decoupled ? o.learning_rate * o.weight_decay : 0.0);
   }
 
-  bool Clips() const { return clip_value > 0.0f || clip_norm > 0.0; }
+  bool Changes() const { return scale != 1.0f || clip_value > 0.0f || clip_norm > 0.0; }
   bool Decays() const { return coupled_decay != 0.0f || decoupled_decay != 0.0f; }
 
-  // `out` may be `g`.
-  void Clip(const float* g, int64_t dim, float* out) const {
+  // Scales and clips. `out` may be `g`.
+  void Apply(const float* g, int64_t dim, float* out) const {
     const F8 bound = F8{} + (clip_value > 0.0f ? clip_value : __builtin_inff());
     ForBlocks(0, dim, [&](auto block) {
-      F8 v = block.Load8(g);
+      F8 v = scale * block.Load8(g);
       v = v > bound ? bound : v;
       v = v < -bound ? -bound : v;
       block.Store8(v, out);
@@ -361,7 +363,7 @@ struct Conditioning {
     ForBlocks(0, dim, [&](auto block) { block.Store8(factor * block.Load8(out), out); });
   }
 
-  float clip_value, coupled_decay, decoupled_decay;
+  float scale, clip_value, coupled_decay, decoupled_decay;
   double clip_norm;
 };
 
@@ -403,7 +405,7 @@ void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
               const Occurrence* sorted, int64_t n, const VectorsView& gradients, float* scratch) {
   const Rule rule(step);
   const Conditioning conditioning(step);
-  const bool clips = conditioning.Clips();
+  const bool changes = conditioning.Changes();
   // A gradient that needs no sum and no conversion is read where it lies.
   const bool direct = gradients.dtype == DType::kFloat32 && gradients.scale == nullptr;
   const SumGroupFunction sum_group = SumGroupFor(gradients);
@@ -417,8 +419,8 @@ void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
     } else {
       sum_group(sorted, i, end, gradients, rows.dim, scratch, lookahead);
     }
-    if (clips) {
-      conditioning.Clip(g, rows.dim, scratch);
+    if (changes) {
+      conditioning.Apply(g, rows.dim, scratch);
       g = scratch;
     }
     assert(sorted[i].slot <= static_cast<uint32_t>(INT32_MAX));

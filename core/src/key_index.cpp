@@ -40,8 +40,8 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
         static_cast<double>(options.max_capacity));
   Check(options.init_capacity >= 1, "init_capacity", "at least 1",
         static_cast<double>(options.init_capacity));
-  Check(options.init_capacity <= options.max_capacity, "init_capacity",
-        "at most max_capacity", static_cast<double>(options.init_capacity));
+  Check(options.init_capacity <= options.max_capacity, "init_capacity", "at most max_capacity",
+        static_cast<double>(options.init_capacity));
   Check(max_load_factor_ > 0.0 && max_load_factor_ <= 1.0, "max_load_factor",
         "above 0 and at most 1", max_load_factor_);
 
@@ -49,15 +49,24 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
   const int64_t init_buckets = CeilDiv(options.init_capacity, bucket_capacity_);
   int doublings = 0;
   while (doublings < kMaxSplits && (max_buckets >> doublings) > init_buckets) ++doublings;
-  // Fewer doublings where they would round max_capacity up by more than a sixteenth.
+  // Fewer doublings where they would round max_capacity up by more than a sixteenth,
   const auto rounded = [&](int d) { return CeilDiv(max_buckets, int64_t{1} << d) << d; };
-  while ((rounded(doublings) - max_buckets) * 16 > max_buckets) --doublings;
+  // or beyond what a slot can name.
+  while ((rounded(doublings) - max_buckets) * 16 > max_buckets ||
+         rounded(doublings) * bucket_capacity_ > kMaxSlots) {
+    --doublings;
+  }
   base_buckets_ = CeilDiv(max_buckets, int64_t{1} << doublings);
   capacity_ = base_buckets_ * bucket_capacity_;
   max_capacity_ = capacity_ << doublings;
   lines_per_bucket_ = CeilDiv(bucket_capacity_, kLine);
-  digests_ = HugeBuffer(static_cast<size_t>(base_buckets_ * lines_per_bucket_ * kLine));
-  entries_ = HugeBuffer(static_cast<size_t>(capacity_) * sizeof(IndexEntry));
+  const auto digest_bytes = static_cast<size_t>(base_buckets_ * lines_per_bucket_ * kLine);
+  const auto entry_bytes = static_cast<size_t>(capacity_) * sizeof(IndexEntry);
+  // Padding touches every page of the digests, so ask first.
+  RequireAvailableMemory(digest_bytes + entry_bytes,
+                         "an index of " + std::to_string(capacity_) + " rows");
+  digests_ = HugeBuffer(digest_bytes);
+  entries_ = HugeBuffer(entry_bytes);
   PadDigests(0, base_buckets_);
 }
 
@@ -105,22 +114,39 @@ Slot KeyIndex::Find(int64_t key) const {
   return position < 0 ? kNoSlot : static_cast<Slot>(first + position);
 }
 
-Slot KeyIndex::InsertIfRoom(int64_t key, uint64_t score) {
+void KeyIndex::Prefetch(int64_t key, bool entries) const {
   const IndexView v = view();
   const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
-  const int64_t position =
-      VisitMatches(v.digests + home.bucket * lines_per_bucket_ * kLine, v.lines_per_bucket,
-                   home.line, kFreeDigest, [](int64_t) { return true; });
-  if (position < 0) return kNoSlot;
-  const auto slot = static_cast<Slot>(home.bucket * bucket_capacity_ + position);
+  const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
+  for (int64_t line = 0; line < std::min<int64_t>(lines_per_bucket_, 4); ++line) {
+    __builtin_prefetch(digests + line * kLine);
+  }
+  if (!entries) return;
+  const auto* begin = reinterpret_cast<const std::byte*>(v.entries + home.bucket * bucket_capacity_);
+  const int64_t bytes = std::min<int64_t>(bucket_capacity_, 256) * int64_t{sizeof(IndexEntry)};
+  for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(begin + byte);
+}
+
+KeyIndex::Insertion KeyIndex::FindOrInsert(int64_t key, uint64_t score) {
+  const IndexView v = view();
+  const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
+  const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
+  const int64_t first = home.bucket * bucket_capacity_;
+  const int64_t found =
+      VisitMatches(digests, v.lines_per_bucket, home.line, home.digest,
+                   [&](int64_t at) { return v.entries[first + at].key == key; });
+  if (found >= 0) return {static_cast<Slot>(first + found), false};
+  const int64_t free = VisitMatches(digests, v.lines_per_bucket, home.line, kFreeDigest,
+                                    [](int64_t) { return true; });
+  if (free < 0) return {kNoSlot, false};
+  const auto slot = static_cast<Slot>(first + free);
   Replace(slot, key, score);
-  return slot;
+  return {slot, true};
 }
 
 void KeyIndex::Replace(Slot slot, int64_t key, uint64_t score) {
   const IndexView v = view();
-  *digest_of(slot) =
-      HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket).digest;
+  *digest_of(slot) = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket).digest;
   entries()[slot] = {key, score};
 }
 

@@ -27,6 +27,7 @@ struct Work {
   Table::BatchScore score{ScoreUpdate::kKeep, 0};
   std::vector<Piece> pieces;
   std::vector<uint32_t> missing;  // of all pieces
+  std::vector<uint32_t> waiting;  // of a training batch: those that are not to be stored yet
   std::vector<float> extra;       // vectors of keys that are not stored
   int64_t refused = 0;
 
@@ -63,7 +64,14 @@ struct Work {
     const IndexView index = request->table->index();
     for (int64_t i = begin; i < end; i += kProbeBlock) {
       const int64_t m = std::min(kProbeBlock, end - i);
-      kernels.find(index, request->keys.data() + i, m, slots + i, score.update, score.score, &rows);
+      const auto find = [&](ScoreUpdate update) {
+        kernels.find(index, request->keys.data() + i, m, slots + i, update, score.score, &rows);
+      };
+      if (score.update != ScoreUpdate::kKeep && request->table->watched()) {
+        find(ScoreUpdate::kKeep);  // the score of a hit changes too, so its row is announced first
+        request->table->BeforeChange({slots + i, static_cast<size_t>(m)});
+      }
+      find(score.update);
       for (int64_t j = i; j < i + m; ++j) {
         if (slots[j] == kNoSlot) missing_here.push_back(static_cast<uint32_t>(j));
       }
@@ -96,10 +104,25 @@ struct Work {
 
   void Gather(const RowsView& rows, int64_t begin, int64_t end) const {
     const VectorsView& out = request->out;
-    auto* to = static_cast<std::byte*>(out.base) +
-               begin * out.stride * static_cast<int64_t>(SizeOf(out.dtype));
-    ActiveKernels().gather(rows, slots + begin, end - begin, extra_rows(), to, out.dtype,
-                           out.stride);
+    const auto gather = [&](int64_t from, int64_t until, int64_t position) {
+      auto* to =
+          static_cast<std::byte*>(out.base) + position * static_cast<int64_t>(SizeOf(out.dtype));
+      ActiveKernels().gather(rows, slots + from, until - from, extra_rows(), to, out.dtype,
+                             out.stride);
+    };
+    if (out.positions == nullptr) {
+      gather(begin, end, begin * out.stride);
+      return;
+    }
+    const std::span<const int64_t> offsets = request->offsets;
+    auto run = std::upper_bound(offsets.begin(), offsets.end(), begin) - offsets.begin() - 1;
+    for (int64_t from = begin; from < end; ++run) {
+      const int64_t until = std::min(end, offsets[static_cast<size_t>(run + 1)]);
+      if (until <= from) continue;  // an empty run
+      gather(from, until,
+             out.positions[run] + (from - offsets[static_cast<size_t>(run)]) * out.stride);
+      from = until;
+    }
   }
 
   void PoolBags(const RowsView& rows, int64_t first, int64_t last) const {
@@ -130,6 +153,26 @@ struct Work {
     }
   }
 
+  // The vector that a new row of this occurrence would begin with.
+  void InitialVector(uint32_t occurrence, float* vector) const {
+    const auto dim = static_cast<size_t>(request->table->dim());
+    if (request->initial) {
+      std::copy_n(request->initial + occurrence * dim, dim, vector);
+    } else {
+      request->table->InitialVector(request->keys[occurrence], vector);
+    }
+  }
+
+  // Training: initial values for the keys that are not to be stored yet.
+  void UseInitialValues() {
+    const auto dim = static_cast<size_t>(request->table->dim());
+    extra.resize(waiting.size() * dim);
+    for (size_t j = 0; j < waiting.size(); ++j) {
+      InitialVector(waiting[j], extra.data() + j * dim);
+      slots[waiting[j]] = ExtraRow(static_cast<int64_t>(j));
+    }
+  }
+
   // Evaluation: vectors from the store below, else initial values where they are wanted. What is
   // left reads zero, as Answer wrote it.
   void UseOtherVectors(bool initial) {
@@ -142,10 +185,8 @@ struct Work {
       float* vector = extra.data() + j * dim;
       if (const std::byte* row = below.Find(key).data) {
         ActiveKernels().load_vector(row, table.dim(), table.options().dtype, vector);
-      } else if (initial && request->initial) {
-        std::copy_n(request->initial + missing[j] * dim, dim, vector);
       } else if (initial) {
-        table.initializer().Fill(key, {vector, dim});
+        InitialVector(missing[j], vector);
       } else {
         continue;
       }
@@ -155,16 +196,11 @@ struct Work {
 };
 
 void Validate(std::span<const LookupRequest> requests) {
-  constexpr size_t kMaxKeys = size_t{1} << 32;
   std::vector<const Table*> tables;
   for (const LookupRequest& request : requests) {
-    if (request.keys.size() >= kMaxKeys) {
-      throw InvalidArgument("keys should be fewer than 2^32 in a call but are: " +
-                            std::to_string(request.keys.size()));
-    }
-    if (request.pooling != Pooling::kNone) {
-      ValidateOffsets(request.offsets, static_cast<int64_t>(request.keys.size()));
-    }
+    RequireBatchSize(request.keys.size());
+    ValidateLayout(request.pooling, request.offsets, static_cast<int64_t>(request.keys.size()),
+                   request.out);
     tables.push_back(request.table.get());
   }
   std::sort(tables.begin(), tables.end());
@@ -194,9 +230,9 @@ void InsertAll(std::vector<Work>& works) {
     if (!work.missing.empty()) busy.push_back(&work);
   }
   const auto insert = [](Work& work) {
-    work.refused = work.request->table->InsertMissing(work.request->keys.data(), work.slots,
-                                                      work.missing, work.score.score,
-                                                      work.request->initial);
+    work.refused =
+        work.request->table->InsertMissing(work.request->keys.data(), work.slots, work.missing,
+                                           work.score.score, work.request->initial);
   };
   // Many tables share the threads between them, few share them inside.
   if (static_cast<int>(busy.size()) >= NumThreads()) {
@@ -229,13 +265,23 @@ void Run(std::vector<Work>& works, Access access) {
     }
     // Zeros are already there.
     again |= !work.missing.empty() && (access != Access::kReadZero || work.has_store());
+    if (access == Access::kTrain) {
+      work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing);
+    }
   }
   if (!again) return;
-  if (access == Access::kTrain) InsertAll(works);
+  if (access == Access::kTrain) {
+    InsertAll(works);
+    for (Work& work : works) work.UseInitialValues();
+  }
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     auto& [work, piece] = tasks[static_cast<size_t>(task)];
     if (!piece->missing.empty()) work->AnswerAgain(*piece);
   });
+  // `extra` ends with this call, so nothing may point there: the backward pass passes them by.
+  for (Work& work : works) {
+    for (const uint32_t i : work.waiting) work.slots[i] = kNoSlot;
+  }
 }
 
 }  // namespace
@@ -256,6 +302,20 @@ void ValidateOffsets(std::span<const int64_t> offsets, int64_t n) {
   if (offsets.back() != n) {
     throw InvalidArgument("offsets should end with the number of keys (" + std::to_string(n) +
                           ") but ends with: " + std::to_string(offsets.back()));
+  }
+}
+
+void ValidateLayout(Pooling pooling, std::span<const int64_t> offsets, int64_t n,
+                    const VectorsView& vectors) {
+  if (pooling != Pooling::kNone || vectors.positions != nullptr) ValidateOffsets(offsets, n);
+  if (pooling != Pooling::kNone || vectors.positions == nullptr) return;
+  for (size_t run = 0; run + 1 < offsets.size(); ++run) {
+    if (vectors.positions[run] < 0 || vectors.positions[run] % vectors.stride != 0) {
+      throw InvalidArgument("positions should be multiples of the stride (" +
+                            std::to_string(vectors.stride) + ") but positions[" +
+                            std::to_string(run) +
+                            "] is: " + std::to_string(vectors.positions[run]));
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 #include "embstore/memory.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <bit>
@@ -27,17 +28,19 @@ size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * u
   throw OutOfMemory("the system refused a mapping of " + std::to_string(bytes) + " bytes");
 }
 
-// An address range of `bytes`, aligned to huge pages when it can hold one, with no memory behind it.
+// An address range of `bytes`, aligned to huge pages when it can hold one, with no memory behind
+// it.
 std::byte* ReserveAddresses(size_t bytes) {
   const size_t slack = bytes >= kHugePage ? kHugePage : 0;
-  void* raw = mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                   -1, 0);
+  void* raw =
+      mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return nullptr;
   auto begin = reinterpret_cast<uintptr_t>(raw);
   const uintptr_t aligned = slack ? RoundUp(begin, kHugePage) : begin;
   if (aligned > begin) munmap(raw, aligned - begin);
   const uintptr_t end = begin + bytes + slack;
-  if (end > aligned + bytes) munmap(reinterpret_cast<void*>(aligned + bytes), end - aligned - bytes);
+  if (end > aligned + bytes)
+    munmap(reinterpret_cast<void*>(aligned + bytes), end - aligned - bytes);
   return reinterpret_cast<std::byte*>(aligned);
 }
 
@@ -60,6 +63,13 @@ size_t AvailableMemory() {
   size_t limit = 0, used = 0;
   std::ifstream max_file("/sys/fs/cgroup/memory.max"), now_file("/sys/fs/cgroup/memory.current");
   if (max_file >> limit && now_file >> used) {
+    // Cached files count as used, but give way.
+    size_t cached = 0, value = 0;
+    std::ifstream stat_file("/sys/fs/cgroup/memory.stat");
+    for (std::string name; stat_file >> name >> value;) {
+      if (name == "inactive_file") cached = value;
+    }
+    used -= std::min(used, cached);
     available = std::min(available, limit > used ? limit - used : size_t{0});
   }
   return available;
@@ -110,7 +120,9 @@ void HugeBuffer::Grow(size_t bytes) {
 }
 
 void HugeBuffer::Clear() {
-  if (data_) (void)madvise(data_, size_, MADV_DONTNEED);
+  if (!data_) return;
+  // Locked pages cannot be given back.
+  if (madvise(data_, size_, MADV_DONTNEED) != 0) std::memset(data_, 0, size_);
 }
 
 namespace {
@@ -120,7 +132,13 @@ class Pool {
  public:
   // Never destroyed: buffers held by Python objects may outlive static destruction.
   static Pool& Global() {
-    static Pool* pool = new Pool;
+    static Pool* pool = [] {
+      auto* fresh = new Pool;
+      // Another thread may hold the mutex at a fork; the child would wait for it for ever.
+      pthread_atfork([] { Global().mutex_.lock(); }, [] { Global().mutex_.unlock(); },
+                     [] { Global().mutex_.unlock(); });
+      return fresh;
+    }();
     return *pool;
   }
 

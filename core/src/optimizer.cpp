@@ -94,6 +94,7 @@ void Validate(const OptimizerOptions& options, const StepOptions& step) {
   const OptimizerKind kind = options.kind;
   CheckNotNegative("learning_rate", step.learning_rate);
   CheckNotNegative("weight_decay", step.weight_decay);
+  CheckFinite("gradient_scale", step.gradient_scale);
   CheckNotNegative("clip_value", step.clip_value);
   CheckNotNegative("clip_norm", step.clip_norm);
   CheckNotNegative("eps", step.eps);
@@ -112,6 +113,8 @@ void Validate(const OptimizerOptions& options, const StepOptions& step) {
       CheckFinite("dampening", step.dampening);
       CheckArgument(!step.nesterov || step.dampening == 0.0, "dampening", "0 with nesterov",
                     step.dampening);
+      CheckArgument(!step.velocity || step.dampening == 0.0, "dampening", "0 with velocity",
+                    step.dampening);
       break;
     case OptimizerKind::kAdadelta:
       CheckFinite("rho", step.rho);
@@ -125,6 +128,7 @@ void Validate(const OptimizerOptions& options, const StepOptions& step) {
       CheckNotNegative("lambda1", step.lambda1);
       CheckNotNegative("lambda2", step.lambda2);
       CheckNotNegative("beta", step.beta);
+      CheckNotNegative("l2_shrinkage", step.l2_shrinkage);
       break;
     case OptimizerKind::kSgd:
     case OptimizerKind::kAdagrad:

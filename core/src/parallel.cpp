@@ -60,7 +60,7 @@ thread_local bool t_inside_pool = false;
 class Pool {
  public:
   void Run(int64_t tasks, internal::TaskFunction function, void* context, int helpers) {
-    StartWorkers(helpers);
+    helpers = StartWorkers(helpers);
     function_ = function;
     context_ = context;
     tasks_ = tasks;
@@ -74,7 +74,14 @@ class Pool {
     }
     wake_.notify_all();
     Work();
-    while (running_.load(std::memory_order_acquire) > 0) Pause();
+    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
+      // A helper may wait for the very core that this thread is burning.
+      if (spins < kSpinsBeforeSleep) {
+        Pause();
+      } else {
+        std::this_thread::yield();
+      }
+    }
     std::exception_ptr error;
     std::swap(error, error_);
     if (error) std::rethrow_exception(error);
@@ -83,12 +90,18 @@ class Pool {
   std::mutex& busy() { return busy_; }
 
  private:
-  void StartWorkers(int helpers) {
-    while (static_cast<int>(workers_) < helpers) {
+  // How many helpers there are: fewer than asked for where the system starts no more threads.
+  int StartWorkers(int helpers) {
+    while (workers_ < helpers) {
       const uint64_t seen = generation_.load(std::memory_order_relaxed);
-      std::thread([this, seen] { WorkerLoop(seen); }).detach();
+      try {
+        std::thread([this, seen] { WorkerLoop(seen); }).detach();
+      } catch (const std::exception&) {
+        return workers_;
+      }
       ++workers_;
     }
+    return helpers;
   }
 
   void WorkerLoop(uint64_t seen) {
@@ -140,7 +153,8 @@ class Pool {
 
 std::atomic<Pool*> g_pool{nullptr};
 
-// Threads do not survive fork(), and their mutexes may be held: the child leaves the old pool alone.
+// Threads do not survive fork(), and their mutexes may be held: the child leaves the old pool
+// alone.
 void ForgetPoolInChild() {
   g_pool.store(nullptr, std::memory_order_relaxed);
   t_inside_pool = false;

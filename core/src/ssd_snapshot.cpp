@@ -48,7 +48,7 @@ std::vector<uint64_t> SsdStoreImpl::ReadSnapshot(const std::string& name, bool v
   const bool has_sums = fs::exists(folder + "/" + kSums);
   const std::string sums = has_sums && verify ? ReadFile(folder + "/" + kSums) : std::string();
   const auto check = [&](const std::string& file, const std::string& data) {
-    const std::string line = Line(file, data.size(), Crc32c(data.data(), data.size()));
+    const std::string line = Line(file, data.size(), Crc32(0, data.data(), data.size()));
     if (has_sums && verify && ("\n" + sums).find("\n" + line) == std::string::npos) {
       throw InvalidState("snapshot '" + name + "' of " + Describe() + " is damaged: " + folder +
                          "/" + file + " does not match its checksum");
@@ -154,9 +154,9 @@ void SsdStoreImpl::WriteSnapshot(const std::string& folder,
     WriteFile(folder + "/" + name, sorted_rows.data() + begin, bytes);
     bytes_written_ += static_cast<int64_t>(bytes);
     list += std::string(name) + "\n";
-    sums += Line(name, bytes, Crc32c(sorted_rows.data() + begin, bytes));
+    sums += Line(name, bytes, Crc32(0, sorted_rows.data() + begin, bytes));
   }
-  sums += Line("LIST", list.size(), Crc32c(list.data(), list.size()));
+  sums += Line("LIST", list.size(), Crc32(0, list.data(), list.size()));
   WriteFile(folder + "/LIST", list.data(), list.size());
   WriteFile(folder + "/" + kSums, sums.data(), sums.size());
   SyncDirectory(folder);

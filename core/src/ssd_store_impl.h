@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "checksum.h"
+#include "embstore/checksum.h"
 #include "embstore/rw_lock.h"
 #include "embstore/ssd_store.h"
 #include "ssd_files.h"
@@ -28,7 +28,7 @@ namespace embstore {
 
 // A checksum covers the key too, so that a damaged key file shows.
 inline uint32_t RowChecksum(int64_t key, const std::byte* row, int64_t bytes) {
-  return Crc32c(row, static_cast<size_t>(bytes), Crc32c(&key, sizeof(key)));
+  return Crc32(Crc32(0, &key, sizeof(key)), row, static_cast<size_t>(bytes));
 }
 
 // A segment in memory: being filled, or on its way to the files.

@@ -100,14 +100,14 @@ class MemoryStore final : public Store {
     for (size_t i = 0; i < keys.size(); ++i) {
       // 0 means empty in the index. No table gives it, but a user may.
       const uint64_t score = std::max<uint64_t>(scores[i], 1);
-      Slot slot = index_.Find(keys[i]);
-      if (slot == kNoSlot) {
-        while ((slot = index_.InsertIfRoom(keys[i], score)) == kNoSlot) Grow();
+      KeyIndex::Insertion place = index_.FindOrInsert(keys[i], score);
+      for (; place.slot == kNoSlot; place = index_.FindOrInsert(keys[i], score)) Grow();
+      if (place.inserted) {
         index_.AddSize(1);
       } else {
-        index_.set_score(slot, score);
+        index_.set_score(place.slot, score);
       }
-      std::memcpy(row(slot), rows + static_cast<int64_t>(i) * row_bytes(),
+      std::memcpy(row(place.slot), rows + static_cast<int64_t>(i) * row_bytes(),
                   static_cast<size_t>(row_bytes()));
     }
   }

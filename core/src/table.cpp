@@ -9,7 +9,9 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "embstore/snapshot.h"
 #include "fetched_rows.h"
+#include "fork_guard.h"
 
 namespace embstore {
 namespace {
@@ -52,6 +54,12 @@ const TableOptions& Validated(const TableOptions& options) {
 
 }  // namespace
 
+void RequireBatchSize(size_t keys) {
+  if (keys < size_t{1} << 31) return;
+  throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " +
+                        std::to_string(keys));
+}
+
 int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer) {
   return StateOffset(dim, dtype) + 4 * StateWidth(optimizer, dim);
 }
@@ -84,13 +92,16 @@ Table::Table(const TableOptions& options)
       index_->bytes() + row_bytes,
       "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
   rows_ = HugeBuffer(row_bytes);
+  if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (options_.store) {
     dirty_.resize(static_cast<size_t>(index_->capacity()), 0);
     options_.store->Attach();
   }
+  ForkGuard::Add(this);
 }
 
 Table::~Table() {
+  ForkGuard::Remove(this);
   if (index_ && options_.store) options_.store->Detach();
 }
 
@@ -109,6 +120,7 @@ void Table::Close() {
   index_.reset();
   rows_ = HugeBuffer();
   stamps_ = {};
+  changes_.reset();
   dirty_ = {};
 }
 
@@ -128,6 +140,7 @@ TableStats Table::stats() const {
     stats.capacity = index_->capacity();
     stats.max_capacity = index_->max_capacity();
     stats.bytes = static_cast<int64_t>(index_->bytes() + rows_.size());
+    if (admission_) stats.bytes += admission_->bytes();
   }
   return stats;
 }
@@ -146,6 +159,7 @@ int64_t Table::capacity() const {
 
 uint64_t Table::current_score() {
   std::unique_lock guard(lock_);
+  RequireOpen();
   switch (options_.score_strategy) {
     case ScoreStrategy::kTimestamp:
     case ScoreStrategy::kNoEviction: {
@@ -165,6 +179,7 @@ uint64_t Table::current_score() {
 
 void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
+  RequireOpen();
   if (options_.score_strategy != ScoreStrategy::kCustomized) {
     throw InvalidArgument(
         "score should be set only on a table whose strategy is customized, and '" + options_.name +
@@ -176,12 +191,24 @@ void Table::set_custom_score(uint64_t score) {
 
 void Table::set_step(uint64_t step) {
   std::unique_lock guard(lock_);
+  RequireOpen();
   if (options_.score_strategy != ScoreStrategy::kStep) {
     throw InvalidArgument("step should be set only on a table whose strategy is step, and '" +
                           options_.name + "' has another");
   }
   if (step == 0) throw InvalidArgument("step should be at least 1 but is: 0");
   step_ = step;
+}
+
+void Table::RaiseClock(uint64_t score) {
+  std::unique_lock guard(lock_);
+  if (score > 0) last_timestamp_ = std::max(last_timestamp_, score - 1);
+}
+
+void Table::set_seed(uint64_t seed) {
+  std::unique_lock guard(lock_);
+  options_.seed = seed;
+  initializer_ = Initializer(options_.initializer, seed, options_.name);
 }
 
 void Table::RequireScore() const {
@@ -198,7 +225,8 @@ Table::BatchScore Table::NextBatchScore() {
       last_timestamp_ = std::max(last_timestamp_ + 1, NowNanoseconds());
       return {ScoreUpdate::kSet, last_timestamp_};
     case ScoreStrategy::kStep:
-      return {ScoreUpdate::kSet, step_++};
+      // Stays at the largest: 0 would say that the slot is free.
+      return {ScoreUpdate::kSet, step_ == UINT64_MAX ? step_ : step_++};
     case ScoreStrategy::kCustomized:
       RequireScore();
       return {ScoreUpdate::kSet, custom_score_};
@@ -219,9 +247,13 @@ void Table::Grow() {
                                    std::to_string(2 * index_->capacity()) + " rows");
   const int64_t old_capacity = index_->capacity();
   rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
+  if (snapshot_) snapshot_->Grow(2 * old_capacity);
+  if (changes_) changes_->Grow(2 * old_capacity);
   if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_capacity), 0);
   index_->Grow([this](Slot from, Slot to) {
     std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
+    if (snapshot_) snapshot_->Move(from, to);
+    if (changes_) changes_->Move(from, to);
     if (tracks_dirty()) dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
   });
   ++layout_;
@@ -313,29 +345,34 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
   const bool counts = counts_occurrences();
   ParallelFor(parts, [&](int64_t part) {
     InsertPass& pass = passes[static_cast<size_t>(part)];
-    for (uint32_t i : missing) {
+    constexpr size_t kAhead = 8;
+    for (size_t at = 0; at < missing.size(); ++at) {
+      if (at + kAhead < missing.size()) index_->Prefetch(keys[missing[at + kAhead]], evict);
+      const uint32_t i = missing[at];
       const int64_t key = keys[i];
       const int64_t bucket = index_->BucketOf(key);
       if (parts > 1 && bucket % parts != part) continue;
-      Slot slot = index_->Find(key);  // an earlier occurrence may have inserted it
-      if (slot != kNoSlot) {
-        if (counts) index_->set_score(slot, index_->entry(slot).score + 1);
-        slots[i] = slot;
-        continue;
+      // An earlier occurrence may have inserted the key.
+      auto [slot, inserted] =
+          evict ? KeyIndex::Insertion{index_->Find(key), false} : index_->FindOrInsert(key, score);
+      if (slot != kNoSlot && !inserted && counts) {
+        index_->set_score(slot, index_->entry(slot).score + 1);
       }
-      if (!evict) {
-        slot = index_->InsertIfRoom(key, score);
-      } else {
+      if (inserted) AfterInsert(slot);
+      if (slot == kNoSlot && evict) {
         slot = index_->Victim(bucket, [&](Slot s) { return IsStamped(s); });
         if (slot != kNoSlot) {
+          if (watched()) BeforeChange(slot);
           const IndexEntry& victim = index_->entry(slot);
           pass.evicted.push_back({victim.key, victim.score, slot});
           index_->Replace(slot, key, score);
           Stamp(slot);
+          inserted = true;
         }
       }
       slots[i] = slot;
-      (slot == kNoSlot ? pass.blocked : pass.inserted).push_back(i);
+      if (slot == kNoSlot) pass.blocked.push_back(i);
+      if (inserted) pass.inserted.push_back(i);
     }
   });
   for (int64_t part = 1; part < parts; ++part) passes[0].Append(passes[static_cast<size_t>(part)]);
@@ -365,6 +402,11 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
     ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
       const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
+        constexpr int64_t kAhead = 4;
+        if (j + kAhead < end) {
+          const std::byte* next = row(slots[done.inserted[static_cast<size_t>(j + kAhead)]]);
+          for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);
+        }
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
         FillRow(slots[i], keys[i], below, initial ? initial + i * options_.dim : nullptr);
       }
@@ -381,9 +423,10 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   }
   if (!blocked.empty() && options_.score_strategy != ScoreStrategy::kNoEviction) {
     std::sort(blocked.begin(), blocked.end());
+    finish_rows();  // stamps may fail as well
     StampPinned();
     InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/true);
-    done.inserted.insert(done.inserted.end(), more.inserted.begin(), more.inserted.end());
+    done.inserted = std::move(more.inserted);
     blocked = std::move(more.blocked);
     try {
       WriteBack(more.evicted);  // the last moment: rows are still those of the victims
@@ -391,7 +434,12 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
       Undo(keys, slots, missing, done.inserted, more.evicted);
       throw;
     }
-    LogEvictions(more.evicted);
+    try {
+      LogEvictions(more.evicted);  // reads the rows, so before they are made anew
+    } catch (...) {
+      finish_rows();
+      throw;
+    }
   }
   finish_rows();
   while (!blocked.empty() && MayExceedBudget()) {
@@ -406,6 +454,23 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
   const auto distinct = std::unique(refused.begin(), refused.end()) - refused.begin();
   stats_.refusals += distinct;
   return distinct;
+}
+
+std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing) {
+  if (!admission_ || missing.empty()) return {};
+  // Keys that come once or twice outnumber those that stay.
+  constexpr int64_t kTrackedPerRow = 4;
+  admission_->Reserve(kTrackedPerRow * index_->capacity());
+  for (const uint32_t i : missing) admission_->Count(keys[i]);
+  const FetchedRows below = Fetch(keys, missing);  // what was stored once stays so
+  const auto first = std::stable_partition(missing.begin(), missing.end(), [&](uint32_t i) {
+    return admission_->IsAdmitted(keys[i]) || below.Find(keys[i]).data != nullptr;
+  });
+  std::vector<uint32_t> waiting(first, missing.end());
+  missing.erase(first, missing.end());
+  for (const uint32_t i : missing) admission_->Forget(keys[i]);
+  stats_.unadmitted += static_cast<int64_t>(waiting.size());
+  return waiting;
 }
 
 void Table::InitRow(Slot slot, int64_t key, const float* initial) {
@@ -423,9 +488,24 @@ void Table::InitRow(Slot slot, int64_t key, const float* initial) {
   InitState(options_.optimizer, options_.dim, state(slot));
 }
 
-void Table::LogEvictions(std::span<const Evicted> evicted) {
+void Table::InitialVector(int64_t key, float* out) const {
+  initializer_.Fill(key, {out, static_cast<size_t>(options_.dim)});
+  if (options_.dtype == DType::kFloat32) return;
+  thread_local std::vector<uint16_t> rounded;
+  rounded.resize(static_cast<size_t>(options_.dim));
+  ActiveKernels().store_vector(out, options_.dim, options_.dtype, rounded.data());
+  ActiveKernels().load_vector(rounded.data(), options_.dim, options_.dtype, out);
+}
+
+void Table::LogEvictions(std::span<Evicted> evicted) {
   stats_.evictions += static_cast<int64_t>(evicted.size());
+  if (changes_) {
+    for (const Evicted& gone : evicted) changes_->Remove(gone.key);
+  }
   if (options_.eviction_log == EvictionLog::kOff) return;
+  // They come in the order of the threads that found them; the log must not depend on those.
+  std::sort(evicted.begin(), evicted.end(),
+            [](const Evicted& a, const Evicted& b) { return a.slot < b.slot; });
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;
   const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
   for (const Evicted& gone : evicted) {

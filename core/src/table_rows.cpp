@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "embstore/snapshot.h"
 #include "embstore/table.h"
 #include "fetched_rows.h"
 #include "grouping.h"
@@ -118,6 +119,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,
                       const uint64_t* scores) {
+  RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   if (scores) {
     const auto* zero = std::find(scores, scores + n, uint64_t{0});
@@ -130,11 +132,26 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   std::unique_lock guard(lock_);
   RequireOpen();
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore();
+  // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
+  // them.
+  for (int64_t i = 0; scores && i < n; ++i) last_timestamp_ = std::max(last_timestamp_, scores[i]);
   Slot* slots = list->data();
-  for (int64_t i = 0; i < n; i += kProbeBlock) {
-    ActiveKernels().find(index(), keys.data() + i, std::min(kProbeBlock, n - i), slots + i,
-                         batch.update, batch.score, nullptr);
-  }
+  const bool announce = watched();
+  const IndexView view = index();
+  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
+    for (int64_t i = task * kKeysPerTask; i < end; i += kProbeBlock) {
+      const int64_t m = std::min(kProbeBlock, end - i);
+      const auto find = [&](ScoreUpdate update) {
+        ActiveKernels().find(view, keys.data() + i, m, slots + i, update, batch.score, nullptr);
+      };
+      if (announce) {
+        find(ScoreUpdate::kKeep);
+        BeforeChange({slots + i, static_cast<size_t>(m)});
+      }
+      find(batch.update);
+    }
+  });
   std::vector<uint32_t> missing;
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
@@ -178,6 +195,11 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   for (int64_t key : keys) {
     const Slot slot = index_->Find(key);
     if (slot == kNoSlot) continue;
+    if (watched()) BeforeChange(slot);
+    if (changes_) {
+      changes_->Unmark(slot);
+      changes_->Remove(key);
+    }
     index_->Erase(slot);
     Stamp(slot);
     ++erased;
@@ -208,6 +230,13 @@ int64_t Table::CountOnlyBelow(std::span<const int64_t> keys) const {
 void Table::Clear() {
   std::unique_lock guard(lock_);
   RequireOpen();
+  for (int64_t i = 0; watched() && i < index_->capacity(); ++i) {
+    const auto slot = static_cast<Slot>(i);
+    if (!index_->IsUsed(slot)) continue;
+    if (snapshot_) snapshot_->Preserve(slot);
+    if (changes_) changes_->Remove(index_->entry(slot).key);
+  }
+  if (changes_) changes_->UnmarkAll();
   if (options_.store) options_.store->Clear();
   ForgetRows();
 }
@@ -243,25 +272,26 @@ void Table::ForgetRows() {
   for (SlotList* list : lists_) std::fill_n(list->data(), list->size(), kNoSlot);
 }
 
-RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, bool with_values,
-                       bool with_states) const {
-  if (max_rows < 1) {
-    throw InvalidArgument("max_rows should be at least 1 but is: " + std::to_string(max_rows));
-  }
-  std::shared_lock guard(lock_);
-  RequireOpen();
-  if (!cursor.started) cursor = {0, layout_, true};
-  if (cursor.layout != layout_) {
-    throw InvalidState("table '" + options_.name +
-                       "' was grown, cleared or written back during an export");
-  }
+// The slots of [begin, end) that are wanted, ascending.
+template <typename Wanted>
+std::vector<Slot> Table::Select(int64_t begin, int64_t end, const Wanted& wanted) const {
+  constexpr int64_t kSlotsPerTask = 1 << 15;
+  const int64_t tasks = (end - begin + kSlotsPerTask - 1) / kSlotsPerTask;
+  std::vector<std::vector<Slot>> parts(static_cast<size_t>(tasks));
+  ParallelFor(tasks, [&](int64_t task) {
+    std::vector<Slot>& part = parts[static_cast<size_t>(task)];
+    const int64_t first = begin + task * kSlotsPerTask;
+    const int64_t last = std::min(first + kSlotsPerTask, end);
+    for (int64_t slot = first; slot < last; ++slot) {
+      if (wanted(static_cast<Slot>(slot))) part.push_back(static_cast<Slot>(slot));
+    }
+  });
   std::vector<Slot> slots;
-  int64_t next = cursor.next;
-  for (; next < index_->capacity() && static_cast<int64_t>(slots.size()) < max_rows; ++next) {
-    const auto slot = static_cast<Slot>(next);
-    if (index_->IsUsed(slot) && index_->entry(slot).score >= min_score) slots.push_back(slot);
-  }
-  cursor.next = next < index_->capacity() ? next : -1;
+  for (const std::vector<Slot>& part : parts) slots.insert(slots.end(), part.begin(), part.end());
+  return slots;
+}
+
+RowBlock Table::Collect(std::span<const Slot> slots, bool with_values, bool with_states) const {
   const auto n = static_cast<int64_t>(slots.size());
   RowBlock block;
   block.keys.resize(slots.size());
@@ -289,9 +319,109 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
   return block;
 }
 
+RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, bool with_values,
+                       bool with_states) const {
+  if (max_rows < 1) {
+    throw InvalidArgument("max_rows should be at least 1 but is: " + std::to_string(max_rows));
+  }
+  std::shared_lock guard(lock_);
+  RequireOpen();
+  if (!cursor.started) cursor = {0, layout_, true};
+  if (cursor.layout != layout_) {
+    throw InvalidState("table '" + options_.name + "' was grown or cleared during an export");
+  }
+  // A free slot has score 0, so the scan looks at the scores alone.
+  const uint64_t least = std::max<uint64_t>(min_score, 1);
+  const int64_t capacity = index_->capacity();
+  std::vector<Slot> slots;
+  int64_t next = cursor.next;
+  // The window widens while few rows match, so that a rare match costs no more calls than a common
+  // one.
+  for (int64_t window = 2 * max_rows; next < capacity && std::ssize(slots) < max_rows;
+       window *= 2) {
+    const int64_t end = std::min(next + window, capacity);
+    const std::vector<Slot> more =
+        Select(next, end, [&](Slot slot) { return index_->entry(slot).score >= least; });
+    slots.insert(slots.end(), more.begin(), more.end());
+    next = end;
+  }
+  if (std::ssize(slots) > max_rows) {
+    next = slots[static_cast<size_t>(max_rows)];
+    slots.resize(static_cast<size_t>(max_rows));
+  }
+  cursor.next = next < capacity ? next : -1;
+  return Collect(slots, with_values, with_states);
+}
+
+void Table::BeforeChange(Slot slot) {
+  if (slot < 0) return;
+  if (snapshot_) snapshot_->Preserve(slot);
+  if (changes_) changes_->Mark(slot);
+}
+
+void Table::BeforeChange(std::span<const Slot> slots) {
+  for (Slot slot : slots) BeforeChange(slot);
+}
+
+void Table::AfterInsert(Slot slot) {
+  if (snapshot_) snapshot_->Skip(slot);
+  if (changes_) changes_->Mark(slot);
+}
+
+void Table::TrackChanges(bool on) {
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  changes_ = on ? std::make_unique<ChangeSet>(index_->capacity()) : nullptr;
+}
+
+Table::Changes Table::TakeChanges(bool with_states) {
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  if (!changes_) {
+    throw InvalidState("changes of table '" + options_.name + "' should be tracked but are not");
+  }
+  const std::vector<Slot> slots = Select(0, index_->capacity(), [&](Slot slot) {
+    return changes_->IsMarked(slot) && index_->IsUsed(slot);
+  });
+  Changes taken{Collect(slots, true, with_states), {}};
+  for (int64_t key : changes_->removed()) {
+    if (index_->Find(key) == kNoSlot) taken.removed.push_back(key);
+  }
+  std::sort(taken.removed.begin(), taken.removed.end());
+  taken.removed.erase(std::unique(taken.removed.begin(), taken.removed.end()), taken.removed.end());
+  changes_ = std::make_unique<ChangeSet>(index_->capacity());
+  return taken;
+}
+
+void Table::RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed) {
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  if (!changes_) return;
+  for (int64_t key : changed) {
+    const Slot slot = index_->Find(key);
+    if (slot != kNoSlot) changes_->Mark(slot);
+  }
+  for (int64_t key : removed) changes_->Remove(key);
+}
+
+void ChangeSet::Remove(int64_t key) {
+  removed_.push_back(key);
+  if (removed_.size() < compact_at_) return;
+  std::sort(removed_.begin(), removed_.end());
+  removed_.erase(std::unique(removed_.begin(), removed_.end()), removed_.end());
+  compact_at_ = std::max(compact_at_, 2 * removed_.size());
+}
+
 RowBlock Table::DrainEvictions() {
   std::unique_lock guard(lock_);
+  RequireOpen();
   return std::exchange(log_, {});
+}
+
+void Table::set_eviction_log(EvictionLog log) {
+  std::unique_lock guard(lock_);
+  options_.eviction_log = log;
+  log_ = {};
 }
 
 }  // namespace embstore

@@ -182,7 +182,7 @@ void Table::Flush() {
   store.Flush();
 }
 
-void Table::Snapshot(const std::string& name) {
+void Table::SaveSnapshot(const std::string& name) {
   Store& store = RequireStore();
   std::unique_lock guard(lock_);
   RequireOpen();

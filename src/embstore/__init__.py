@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from embstore import stores
 from embstore._core import get_num_threads, isa, set_num_threads
+from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
 from embstore.optimizers import (
     SGD,
@@ -18,12 +19,14 @@ from embstore.optimizers import (
     Adam,
     Adamax,
     AdamW,
+    EpsPlacement,
     Ftrl,
     Optimizer,
     RowwiseAdagrad,
 )
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.ownership import Ownership, owner
+from embstore.slot_map import SlotMap
 from embstore.table import RefusedKeysError, Rows, Stats, Table
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "CheckMode",
+    "CheckpointError",
     "Constant",
     "DType",
     "Debug",
@@ -57,8 +61,10 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
+    "EpsPlacement",
     "EvictionLog",
     "Ftrl",
+    "IncrementLog",
     "Initializer",
     "Normal",
     "Optimizer",
@@ -67,13 +73,17 @@ __all__ = [
     "Rows",
     "RowwiseAdagrad",
     "ScoreStrategy",
+    "SlotMap",
     "Stats",
     "Table",
     "TableOptions",
     "TruncatedNormal",
     "Uniform",
+    "dump",
     "get_num_threads",
     "isa",
+    "load",
+    "open_dump",
     "owner",
     "set_num_threads",
     "stores",

@@ -96,6 +96,14 @@ def as_floats(values: object, shape: tuple[int, ...], name: str) -> npt.NDArray[
     return np.ascontiguousarray(array, dtype=np.float32)
 
 
+def as_integer(value: object, low: int, high: int, name: str) -> int:
+    """An integer of any kind (not a bool) between low and high, both included."""
+    index = None if isinstance(value, bool) else getattr(value, "__index__", None)
+    if index is None or not low <= index() <= high:
+        raise ValueError(f"{name} should be an integer between {low} and {high} but is: {value!r}")
+    return int(index())
+
+
 def as_scores(scores: object, n: int, name: str = "scores") -> npt.NDArray[np.uint64]:
     """uint64, contiguous, one for each key."""
     if is_tensor(scores):
@@ -105,6 +113,8 @@ def as_scores(scores: object, n: int, name: str = "scores") -> npt.NDArray[np.ui
         raise TypeError(f"{name} should be integers but their dtype is: {array.dtype}")
     if array.shape != (n,):
         raise ValueError(f"{name} should have the shape {(n,)} but has: {tuple(array.shape)}")
+    if array.dtype.kind == "i" and n and array.min() < 0:
+        raise ValueError(f"{name} should be at least 1 but the smallest is: {array.min()}")
     return np.ascontiguousarray(array).astype(np.uint64, copy=False)
 
 

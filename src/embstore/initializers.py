@@ -33,6 +33,19 @@ class Initializer:
         """value, mean, std_dev, lower, upper, as the engine takes them."""
         return [0.0, 0.0, 1.0, 0.0, 1.0]
 
+    def rows(self, keys: object, dim: int, *, seed: int = 0, table: str = "") -> npt.NDArray[np.float32]:
+        """The vectors (n, dim) that these keys begin with in a table of this name and seed.
+
+        >>> Constant(0.5).rows([7, -1], 2).tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+        """
+        from embstore.arrays import address, as_keys  # it needs the options, which name an initializer
+
+        wanted = as_keys(keys)
+        out = np.empty((wanted.n, dim), np.float32)
+        _core.initial_rows(self.code, self.values(), seed, table, wanted.address, wanted.n, dim, address(out))
+        return out
+
 
 def initial_values(
     initializer: Initializer, keys: object, dim: int, *, seed: int = 0, stream: str = ""

@@ -35,7 +35,6 @@ class PendingGradients:
 
     def add(self, gradients: Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]) -> None:
         for table, request, slots in gradients:
-            table.optimizer_step -= 1  # counted by `step`, not by the backward pass
             keys, sums = _core.reduce_gradients(request)
             self._pending.setdefault(table.name, []).append((table, keys, sums, slots))
 
@@ -82,7 +81,14 @@ class TableModule(nn.Module):
     def _run(self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         access = Access.TRAIN if self.training else Access.READ_ZERO
         update: Update = update_now if self.update_in_backward else self._pending.add
-        return run(requests, access=access, anchor=self._anchor, update=update, weights=weights)
+        return run(
+            requests,
+            access=access,
+            anchor=self._anchor,
+            update=update,
+            counts=self.update_in_backward,
+            weights=weights,
+        )
 
     def step(self) -> None:
         """Applies the gradients that backward left pending (update_in_backward=False)."""
@@ -114,7 +120,7 @@ class TableModule(nn.Module):
             )
         for name, arrays in state.items():
             self._tables[name].load_state(
-                {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in arrays.items()}
+                {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in arrays.items()}
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +129,7 @@ class TableModule(nn.Module):
         return {**self.__dict__, "_anchor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._anchor = torch.zeros((), requires_grad=True)
 
     def extra_repr(self) -> str:
@@ -322,7 +328,7 @@ def _merge(parts: list[Request], weights: list[torch.Tensor | None]) -> tuple[Re
     given = None
     if any(w is not None for w in weights):
         full = [
-            torch.ones(p.keys.numel()) if w is None else w.to("cpu", torch.float32).view(-1)
+            torch.ones(p.keys.numel()) if w is None else w.to("cpu", torch.float32).reshape(-1)
             for p, w in zip(parts, weights, strict=True)
         ]
         given = torch.cat(full)

@@ -8,6 +8,7 @@ have a gradient (lazily): gradients of duplicates are summed first, then every r
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -21,6 +22,13 @@ def _check(optimizer: Optimizer, name: str, low: float, high: float, *, open_hig
     if not ok or value < low or value > high or (open_high and value >= high):
         bound = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
         raise ValueError(f"{name} should be a finite number {bound} but is: {value!r}")
+
+
+class EpsPlacement(enum.IntEnum):
+    """Where eps enters the denominator: torch and Keras differ, which shows at small gradients."""
+
+    TORCH = 0
+    KERAS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,32 +92,42 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """w -= lr * g; with momentum as in torch.optim.SGD."""
+    """w -= lr * g; with momentum as in torch.optim.SGD, or with `velocity` as in Keras, where the state
+    is the step itself: v = momentum * v - lr * g; w += v."""
 
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
+    velocity: bool = False
 
     def check(self) -> None:
         _check(self, "momentum", 0.0, math.inf)
         _check(self, "dampening", -math.inf, math.inf)
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError("nesterov should come with a momentum above 0 and no dampening")
+        if self.velocity and self.dampening != 0:
+            raise ValueError(f"dampening should be 0 with velocity but is: {self.dampening!r}")
 
     @property
     def engine_name(self) -> str:  # type: ignore[override]
         return "momentum" if self.momentum else "sgd"
 
     def step_values(self) -> dict[str, Any]:
-        return {"momentum": self.momentum, "dampening": self.dampening, "nesterov": self.nesterov}
+        return {
+            "momentum": self.momentum,
+            "dampening": self.dampening,
+            "nesterov": self.nesterov,
+            "velocity": self.velocity,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
-    """sum += g^2; w -= lr * g / (sqrt(sum) + eps)."""
+    """sum += g^2; w -= lr * g / (sqrt(sum) + eps), or / sqrt(sum + eps) as in Keras."""
 
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
+    eps_placement: EpsPlacement = EpsPlacement.TORCH
     engine_name: ClassVar[str] = "adagrad"
 
     def check(self) -> None:
@@ -121,7 +139,7 @@ class Adagrad(Optimizer):
         return self.initial_accumulator_value
 
     def step_values(self) -> dict[str, Any]:
-        return {"eps": self.eps}
+        return {"eps": self.eps, "eps_placement": int(self.eps_placement)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +152,19 @@ class RowwiseAdagrad(Adagrad):
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
     """torch.optim.Adam on the rows that have a gradient. The step t of the bias correction counts
-    the updates of the table."""
+    the updates of the table. With EpsPlacement.KERAS eps is added before the bias correction."""
 
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     bias_correction: bool = True
+    eps_placement: EpsPlacement = EpsPlacement.TORCH
     engine_name: ClassVar[str] = "adam"
 
     def check(self) -> None:
         _check(self, "eps", 0.0, math.inf)
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise ValueError(f"betas should be a tuple of two numbers but is: {self.betas!r}")
         for i, beta in enumerate(self.betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"betas[{i}] should be at least 0 and below 1 but is: {beta!r}")
@@ -154,6 +175,7 @@ class Adam(Optimizer):
             "beta2": self.betas[1],
             "eps": self.eps,
             "bias_correction": self.bias_correction,
+            "eps_placement": int(self.eps_placement),
         }
 
 
@@ -200,13 +222,16 @@ class Ftrl(Optimizer):
     lambda1: float = 0.0
     lambda2: float = 0.0
     beta: float = 0.0
+    l2_shrinkage: float = 0.0
     paper_sign: bool = True
     engine_name: ClassVar[str] = "ftrl"
     decoupled: ClassVar[bool] = True
 
     def check(self) -> None:
+        if self.lr == 0:
+            raise ValueError("lr should be above 0 for Ftrl, whose rule divides by it, but is: 0")
         _check(self, "lr_power", -math.inf, math.inf)
-        for name in ("initial_accumulator_value", "lambda1", "lambda2", "beta"):
+        for name in ("initial_accumulator_value", "lambda1", "lambda2", "beta", "l2_shrinkage"):
             _check(self, name, 0.0, math.inf)
 
     @property
@@ -219,6 +244,7 @@ class Ftrl(Optimizer):
             "lambda1": self.lambda1,
             "lambda2": self.lambda2,
             "beta": self.beta,
+            "l2_shrinkage": self.l2_shrinkage,
             "ftrl_paper_sign": self.paper_sign,
         }
 

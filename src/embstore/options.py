@@ -76,6 +76,8 @@ class TableOptions:
     check_mode             "error", "warning" or "ignore"
     eviction_log           "off", "keys" or "rows"
     eviction_log_capacity  entries of the log; the oldest give way and are counted
+    admission_threshold    a training batch stores a key once it was seen this often (at most 255); until
+                           then its vector is its initial value. 0: at once. Takes 8 bytes a row
     """
 
     name: str
@@ -92,6 +94,7 @@ class TableOptions:
     check_mode: CheckMode = CheckMode.IGNORE
     eviction_log: EvictionLog = EvictionLog.OFF
     eviction_log_capacity: int = 1 << 20
+    admission_threshold: int = 0
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -106,12 +109,17 @@ class TableOptions:
             "bucket_capacity",
             "seed",
             "eviction_log_capacity",
+            "admission_threshold",
         )
         for name in integers:
             value = getattr(self, name)
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"{name} should be an integer but is: {value!r}")
             put(name, value.__index__())
+            if name != "seed" and abs(getattr(self, name)) >= 1 << 63:
+                raise ValueError(f"{name} should fit 64 bits but is: {value!r}")
+        if isinstance(self.max_load_factor, bool) or not isinstance(self.max_load_factor, (int, float)):
+            raise ValueError(f"max_load_factor should be a number but is: {self.max_load_factor!r}")
         if not 1 <= self.dim <= 1 << 16:
             raise ValueError(f"dim should be between 1 and {1 << 16} but is: {self.dim}")
         if not isinstance(self.optimizer, Optimizer):
@@ -126,6 +134,10 @@ class TableOptions:
         put("seed", self.seed & 0xFFFF_FFFF_FFFF_FFFF)
         # init_capacity has a default, so a small max_capacity alone must be enough.
         put("init_capacity", min(self.init_capacity, max(self.max_capacity, 0)))
+        if not 0 <= self.admission_threshold <= 255:
+            raise ValueError(
+                f"admission_threshold should be between 0 and 255 but is: {self.admission_threshold}"
+            )
         if self.max_capacity < self.bucket_capacity:
             raise ValueError(
                 f"max_capacity should be at least bucket_capacity ({self.bucket_capacity}) "

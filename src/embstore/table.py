@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
-from embstore.arrays import Array, address, as_floats, as_keys, as_scores, empty_floats
+from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.optimizers import Optimizer
-from embstore.options import CheckMode, DType, ScoreStrategy, TableOptions
+from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.stores import Store, scan_handle
 
 
@@ -57,6 +57,7 @@ class Stats:
     evictions: int
     refusals: int
     log_dropped: int
+    unadmitted: int
     bytes: int
     fetches: int
     write_backs: int
@@ -107,6 +108,7 @@ class Table:
             seed=options.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
+            admission_threshold=options.admission_threshold,
             store=self._store_handle,
         )
 
@@ -168,12 +170,20 @@ class Table:
 
     @score.setter
     def score(self, value: int) -> None:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value < 1 << 64:
-            raise ValueError(f"score should be an integer between 1 and 2^64 - 1 but is: {value!r}")
+        value = as_integer(value, 1, (1 << 64) - 1, "score")
         if self.options.score_strategy == ScoreStrategy.STEP:
             self._core.set_step(value)
         else:
             self._core.set_custom_score(value)
+
+    def raise_clock(self, score: int) -> None:
+        """Later batches of a TIMESTAMP table get at least this score: how ranks agree on a moment."""
+        self._core.raise_clock(score)
+
+    def reseed(self, seed: int) -> None:
+        """Rows that are yet to come start as they would in a table with this seed."""
+        self.options = replace(self.options, seed=seed)
+        self._core.set_seed(self.options.seed)
 
     # ---- rows by key
 
@@ -245,7 +255,7 @@ class Table:
 
     def reserve(self, rows: int) -> None:
         """Makes room for this many rows at once (at most max_capacity)."""
-        self._core.reserve(rows)
+        self._core.reserve(as_integer(rows, 0, (1 << 63) - 1, "rows"))
 
     # ---- training
 
@@ -261,21 +271,28 @@ class Table:
         self.options = replace(self.options, optimizer=optimizer)
         self._learning_rate = float(optimizer.lr)
 
-    def step_options(self) -> _core.StepOptions:
-        """Counts an update and returns the engine's options for it."""
-        self.optimizer_step += 1
-        return self.options.optimizer.step_options(self._learning_rate, self.optimizer_step)
+    def step_options(self, *, count: bool = True) -> _core.StepOptions:
+        """The engine's options for the next update, which is counted here or, without `count`, by the
+        caller once it is done."""
+        options = self.options.optimizer.step_options(self._learning_rate, self.optimizer_step + 1)
+        self.optimizer_step += count
+        return options
 
-    def apply_gradients(self, keys: object, gradients: object, *, missing: str = "ignore") -> None:
+    def apply_gradients(
+        self, keys: object, gradients: object, *, missing: str = "ignore", renew_scores: bool = False
+    ) -> None:
         """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
-        moves once. Keys that are not there are passed by, or raise with missing="error"."""
+        moves once. Keys that are not there are passed by, or raise with missing="error". With
+        renew_scores the rows count as used now, as in a training lookup."""
         if missing not in ("ignore", "error"):
             raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")
         k = as_keys(keys)
         g = as_floats(gradients, (*k.shape, self.dim), "gradients")
         if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
             raise KeyError(f"keys should all be in table {self.name!r} but some are not")
-        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), self.step_options())
+        step = self.step_options(count=False)
+        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step, renew_scores)
+        self.optimizer_step += 1
 
     def report_refused(self, refused: int, n: int) -> None:
         """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
@@ -304,6 +321,8 @@ class Table:
         Over a store, the rows in memory come first and then those that are only below.
         Raises RuntimeError when the table is grown, cleared or written back in between.
         """
+        block_rows = as_integer(block_rows, 1, (1 << 63) - 1, "block_rows")
+        min_score = as_integer(min_score, 0, (1 << 64) - 1, "min_score")
         yield from self.resident(
             min_score=min_score, block_rows=block_rows, with_values=with_values, with_states=with_states
         )
@@ -353,6 +372,27 @@ class Table:
         order = np.argsort(whole.keys, kind="stable")
         return Rows(whole.keys[order], whole.values[order], whole.states[order], whole.scores[order])
 
+    def snapshot(self) -> _core.Snapshot:
+        """The rows as they are now, to be read while the table is trained on. One at a time."""
+        return _core.Snapshot(self._core)
+
+    def track_changes(self, on: bool = True) -> None:
+        """Starts, with nothing changed so far, or stops to keep track for `take_changes`."""
+        self._core.track_changes(on)
+
+    def take_changes(self) -> tuple[Rows, npt.NDArray[np.int64]]:
+        """Rows that changed since the last call (vector, state or score) and keys that are gone."""
+        rows, removed = self._core.take_changes(True)
+        return Rows(*rows), removed
+
+    def restore_changes(self, changed: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> None:
+        """Puts back what `take_changes` gave, by key, when it could not be used."""
+        self._core.restore_changes(address(changed), len(changed), address(removed), len(removed))
+
+    def set_eviction_log(self, log: EvictionLog) -> None:
+        """What the log keeps from now on; what it holds is dropped."""
+        self._core.set_eviction_log(int(log))
+
     def evictions(self) -> Rows:
         """Takes what was evicted since the last call; empty unless eviction_log is set."""
         return Rows(*self._core.drain_evictions())
@@ -373,7 +413,7 @@ class Table:
         """Writes changed rows down to the store, and flushes it."""
         self._core.flush()
 
-    def snapshot(self, name: str) -> None:
+    def save_snapshot(self, name: str) -> None:
         """Writes changed rows down and lets the store keep its contents under a name."""
         self._core.snapshot(name)
 
@@ -402,21 +442,40 @@ class Table:
         keys = as_keys(state["keys"])
         values = as_floats(state["values"], (keys.n, self.dim), "values")
         states = as_floats(state["states"], (keys.n, self.state_width), "states")
-        scores = np.asarray(state["scores"]).view(np.uint64)
-        self.clear()
-        if keys.n:
-            self.reserve(min(keys.n, self.stats().max_capacity))
-        # A batch is pinned as a whole, so over a store it has to be small beside the cache.
-        rows = keys.n if self.store is None else max(1, self.stats().max_capacity // 4)
-        for at in range(0, keys.n, max(rows, 1)):
-            part = slice(at, at + rows)
-            self.insert_or_assign(
-                np.asarray(keys.array)[part], values[part], states=states[part], scores=scores[part]
+        scores = as_scores(np.asarray(state["scores"]).view(np.uint64), keys.n)
+        step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
+        len(self)  # raises when closed
+        max_capacity = self.stats().max_capacity
+        if self.store is None and keys.n > max_capacity:
+            raise ValueError(
+                f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}"
             )
-        self.optimizer_step = int(state["optimizer_step"])
-        self._learning_rate = float(state["learning_rate"])
+        if not np.all(scores):
+            raise ValueError("scores should be at least 1 but the smallest is: 0")
+        self.clear()
+        refused = 0
+        if keys.n:
+            self.reserve(min(keys.n, max_capacity))
+        # A batch is pinned as a whole, so over a store it has to be small beside the cache.
+        rows = keys.n if self.store is None else max(1, max_capacity // 4)
+        for at in range(0, keys.n, max(rows, 1)):
+            n = min(rows, keys.n - at)
+            refused += self._core.assign(
+                keys.address + 8 * at,
+                n,
+                address(values[at : at + n]),
+                address(states[at : at + n]),
+                address(scores[at : at + n]),
+            )
+        self.optimizer_step = step
+        self._learning_rate = rate
         if state.get("score"):
             self.score = int(state["score"])
+        if refused:  # whatever check_mode says: these rows would be lost
+            raise RefusedKeysError(
+                f"table {self.name!r} has no room for {refused} of the {keys.n} rows of the state: "
+                f"their buckets are full; a larger max_capacity (now {max_capacity}) helps"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.store is not None:

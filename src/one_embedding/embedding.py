@@ -314,7 +314,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def save_snapshot(self, snapshot_name: str) -> None:
         """Keeps all rows under a name, in <persistent_path>/<rank>-<ranks>/snapshots."""
-        self._ranks.together(lambda: self._table.snapshot(snapshot_name), "saving a snapshot")
+        self._ranks.together(lambda: self._table.save_snapshot(snapshot_name), "saving a snapshot")
 
     def load_snapshot(self, snapshot_name: str) -> None:
         """Replaces all rows with those of a snapshot, whatever the number of ranks that saved it."""

@@ -374,7 +374,7 @@ def test_a_table_over_ssd_trains_the_same_rows_as_one_in_memory(tmp_path):
                 table.find_or_insert(keys)
                 table.apply_gradients(keys, gradients)
             if step == 30:
-                cached.snapshot("half")
+                cached.save_snapshot("half")
                 saved = twin.rows()
         np.testing.assert_array_equal(cached.rows().keys, twin.rows().keys)
         np.testing.assert_array_equal(cached.rows().values, twin.rows().values)

@@ -268,7 +268,7 @@ def test_misuse_is_refused_with_the_argument_and_its_value():
     with pytest.raises(RuntimeError, match="attached to another table"):
         embstore.Table("u", dim=2, store=store)
     with pytest.raises(RuntimeError, match="keeps no snapshots"):
-        table.snapshot("s")
+        table.save_snapshot("s")
     with pytest.raises(ValueError, match=r"rows should have the shape \(1, 8\) in bytes"):
         store.put([1], np.zeros((1, 3), np.float32))
 

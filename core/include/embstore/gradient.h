@@ -35,8 +35,10 @@ ReducedGradients ReduceGradients(const GradientRequest& request);
 void WeightGradients(const GradientRequest& request, float* out);
 
 // Applies gradients (n, dim) given by key. Keys that are not there are passed by; returns how many
-// occurrences were.
+// occurrences were. With renew_scores the rows get the score of a training batch, so that an
+// increment since a moment before the call holds them even if they were looked up earlier.
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
-                            const VectorsView& gradients, const StepOptions& step);
+                            const VectorsView& gradients, const StepOptions& step,
+                            bool renew_scores = false);
 
 }  // namespace embstore

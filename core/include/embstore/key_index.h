@@ -63,10 +63,18 @@ class KeyIndex {
   // The slot of the key or kNoSlot.
   Slot Find(int64_t key) const;
 
-  // Puts a key that is not there into the free slot of its bucket that is nearest to its home line.
-  // Returns kNoSlot when the bucket is full. Does not count: call AddSize afterwards, so that
-  // threads may insert into different buckets together.
-  Slot InsertIfRoom(int64_t key, uint64_t score);
+  // Fetches what Find and FindOrInsert will read of the key's bucket, and with `entries` what Victim
+  // will read.
+  void Prefetch(int64_t key, bool entries) const;
+
+  // The slot of the key, or else the free slot of its bucket that is nearest to its home line, which
+  // the key then takes. kNoSlot when the bucket is full. Does not count: call AddSize afterwards, so
+  // that threads may insert into different buckets together.
+  struct Insertion {
+    Slot slot;
+    bool inserted;
+  };
+  Insertion FindOrInsert(int64_t key, uint64_t score);
 
   // The slot of the bucket with the smallest score that `is_protected` lets go (ties: the smallest
   // hash, so the choice does not depend on the order of arrival), or kNoSlot.

@@ -24,12 +24,16 @@ struct LookupRequest {
   std::shared_ptr<Table> table;  // each table at most once in a call
   std::span<const int64_t> keys;
   Pooling pooling = Pooling::kNone;
-  std::span<const int64_t> offsets;  // pooled: bags + 1, from 0, ascending, the last is keys.size()
-  const float* weights = nullptr;    // pooled: one for each key, or null
+  // Pooled: bags + 1, from 0, ascending, the last is keys.size(). Not pooled: only with positions.
+  std::span<const int64_t> offsets;
+  const float* weights = nullptr;  // pooled: one for each key, or null
   // What a key starts with where it is not stored: (n, dim), or null for the table's initializer.
   // Read only for keys that are missing.
   const float* initial = nullptr;
-  VectorsView out;                   // base, dtype, stride, positions (one for each bag, or null)
+  // base, dtype, stride and positions (elements; null: one after the other). Pooled: one position
+  // for each bag. Not pooled: one for each run of keys [offsets[g], offsets[g + 1]), a multiple of
+  // the stride; the vectors of a run lie one after the other.
+  VectorsView out;
 };
 
 struct LookupResult {
@@ -37,12 +41,16 @@ struct LookupResult {
   int64_t refused = 0;              // distinct keys
 };
 
-// Throws InvalidArgument (offsets, duplicate table), InvalidState (closed table, no score set) before
-// anything changes; OutOfMemory when a table cannot grow: the batch has then no effect but on scores
-// and on keys that were already inserted.
+// Throws InvalidArgument (offsets, duplicate table), InvalidState (closed table, no score set)
+// before anything changes; OutOfMemory when a table cannot grow: the batch has then no effect but
+// on scores and on keys that were already inserted.
 std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access access);
 
 // Throws InvalidArgument unless offsets is a legal division of n keys.
 void ValidateOffsets(std::span<const int64_t> offsets, int64_t n);
+
+// Throws InvalidArgument unless offsets and positions fit each other (see LookupRequest::out).
+void ValidateLayout(Pooling pooling, std::span<const int64_t> offsets, int64_t n,
+                    const VectorsView& vectors);
 
 }  // namespace embstore

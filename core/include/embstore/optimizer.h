@@ -55,6 +55,7 @@ struct StepOptions {
   double learning_rate = 0.01;
   double weight_decay = 0.0;  // coupled: g += wd * w; decoupled: w -= lr * wd * w
   bool decoupled_weight_decay = false;
+  double gradient_scale = 1.0;  // the summed gradient is multiplied by it, before it is clipped
   double clip_value = 0.0;  // > 0: each component of the summed gradient is clamped to +-clip_value
   double clip_norm = 0.0;   // > 0: the summed gradient of a row is scaled down to this L2 norm
   double eps = 1e-8;
@@ -65,10 +66,14 @@ struct StepOptions {
       1;  // of the table, from 1: t of the bias correction; Momentum does not damp step 1
   double momentum = 0.0, dampening = 0.0;
   bool nesterov = false;
+  // Momentum: the state is the velocity v of Keras, v = momentum v - lr g and w += v, so a change of
+  // the learning rate does not scale what is under way. torch keeps the sum of gradients instead.
+  bool velocity = false;
   double rho = 0.9;  // Adadelta
   // Ftrl. The paper and TensorFlow raise the accumulator to -learning_rate_power;
   // OneEmbedding raises it to +learning_rate_power (ftrl_paper_sign = false).
   double learning_rate_power = -0.5, lambda1 = 0.0, lambda2 = 0.0, beta = 0.0;
+  double l2_shrinkage = 0.0;  // added to the gradient as 2 l2_shrinkage w, but not to its square
   bool ftrl_paper_sign = true;
 };
 

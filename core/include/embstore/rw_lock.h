@@ -8,15 +8,7 @@ namespace embstore {
 
 class RwLock {
  public:
-  RwLock() {
-    pthread_rwlockattr_t attributes;
-    pthread_rwlockattr_init(&attributes);
-#if defined(__GLIBC__)
-    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
-#endif
-    pthread_rwlock_init(&lock_, &attributes);
-    pthread_rwlockattr_destroy(&attributes);
-  }
+  RwLock() { Init(); }
   ~RwLock() { pthread_rwlock_destroy(&lock_); }
   RwLock(const RwLock&) = delete;
   RwLock& operator=(const RwLock&) = delete;
@@ -27,7 +19,20 @@ class RwLock {
   void lock_shared() { pthread_rwlock_rdlock(&lock_); }
   void unlock_shared() { pthread_rwlock_unlock(&lock_); }
 
+  // In the child of a fork: whoever held it or waited for it is not there.
+  void Renew() { Init(); }
+
  private:
+  void Init() {
+    pthread_rwlockattr_t attributes;
+    pthread_rwlockattr_init(&attributes);
+#if defined(__GLIBC__)
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+#endif
+    pthread_rwlock_init(&lock_, &attributes);
+    pthread_rwlockattr_destroy(&attributes);
+  }
+
   pthread_rwlock_t lock_;
 };
 

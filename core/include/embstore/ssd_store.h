@@ -15,7 +15,7 @@
 // snapshot is a list of row numbers; the segments it names are neither reused nor emptied while it
 // exists.
 //
-// Every row has a CRC-32C that is checked whenever it is read.
+// Every row has a CRC-32 that is checked whenever it is read.
 #pragma once
 
 #include <cstdint>

@@ -29,6 +29,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "embstore/admission.h"
+#include "embstore/changes.h"
 #include "embstore/initializer.h"
 #include "embstore/kernels.h"
 #include "embstore/key_index.h"
@@ -53,7 +55,9 @@ struct TableOptions {
   uint64_t seed = 0;
   EvictionLog eviction_log = EvictionLog::kOff;
   int64_t eviction_log_capacity = 1 << 20;  // the oldest entries give way, and are counted
-  std::shared_ptr<Store> store;             // the tier below, or null
+  int64_t admission_threshold =
+      0;                         // > 0: a training batch stores a key once it was seen this often
+  std::shared_ptr<Store> store;  // the tier below, or null
 };
 
 // Bytes of a row as a store keeps it.
@@ -63,6 +67,7 @@ struct TableStats {
   int64_t size = 0, capacity = 0, max_capacity = 0;
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
   int64_t log_dropped = 0;               // evictions that the log had no room for
+  int64_t unadmitted = 0;                // occurrences that were answered without a row
   int64_t bytes = 0;                     // mapped for index and rows
   int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
 };
@@ -75,7 +80,12 @@ struct RowBlock {
   std::vector<uint64_t> scores;
 };
 
+// Occurrences of a batch are counted in 32 bits, and missing ones are named by negative slots.
+// Throws InvalidArgument when there are 2^31 keys or more.
+void RequireBatchSize(size_t keys);
+
 class FetchedRows;
+class Snapshot;
 class Table;
 
 // The slots of a batch, kept for its backward pass. While it lives its rows are pinned.
@@ -106,8 +116,9 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t dim() const { return options_.dim; }
   int64_t state_width() const { return state_width_; }
   int64_t row_bytes() const { return row_stride_; }
+  // What the key reads as when it is inserted: its initial vector, rounded to the table's dtype.
+  void InitialVector(int64_t key, float* out) const;
   int64_t stored_row_bytes() const { return state_offset_ + 4 * state_width_; }
-  const Initializer& initializer() const { return initializer_; }
   const Store* store() const { return options_.store.get(); }
 
   TableStats stats() const;
@@ -120,6 +131,9 @@ class Table : public std::enable_shared_from_this<Table> {
   uint64_t current_score();
   void set_custom_score(uint64_t score);  // kCustomized only, not 0
   void set_step(uint64_t step);           // kStep only: after a load
+  // Later batches of a strategy with a clock get at least this score: ranks agree on a moment.
+  void RaiseClock(uint64_t score);
+  void set_seed(uint64_t seed);  // of rows that are yet to come
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;
   void Resident(std::span<const int64_t> keys, uint8_t* found) const;  // without the store
@@ -129,7 +143,8 @@ class Table : public std::enable_shared_from_this<Table> {
             uint8_t* found) const;
   // Writes rows, inserting missing keys (evicting if need be). Of duplicates the last one counts.
   // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch
-  // score. Returns how many distinct keys were refused.
+  // score. Later timestamps are larger than the scores given here.
+  // Returns how many distinct keys were refused.
   int64_t Assign(std::span<const int64_t> keys, const float* values, const float* states,
                  const uint64_t* scores);
   int64_t Erase(std::span<const int64_t> keys);  // returns how many were there
@@ -149,8 +164,22 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, bool with_values,
                   bool with_states) const;
 
+  // Starts (from an empty set of changes) or stops to keep track of changed rows and removed keys.
+  void TrackChanges(bool on);
+  // Takes what changed since the last call: whole rows, and the keys that are not there any more.
+  // Throws InvalidState unless changes are tracked.
+  struct Changes {
+    RowBlock rows;
+    std::vector<int64_t> removed;
+  };
+  Changes TakeChanges(bool with_states);
+  // Puts back what was taken but could not be used.
+  void RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed);
+
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
+  // What the log keeps from now on. Empties it, since its entries have one form.
+  void set_eviction_log(EvictionLog log);
 
   // ---- over a store; without one these throw InvalidState ----
 
@@ -160,7 +189,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // Writes every dirty row down and flushes the store.
   void Flush();
   // Flush, then a snapshot of the store; no training step comes between.
-  void Snapshot(const std::string& name);
+  void SaveSnapshot(const std::string& name);
   // Replaces the contents of table and store. Throws and leaves both as they were when the snapshot
   // cannot be read.
   void LoadSnapshot(const std::string& name);
@@ -183,6 +212,9 @@ class Table : public std::enable_shared_from_this<Table> {
   BatchScore NextBatchScore();
   void RequireScore() const;  // throws InvalidState when kCustomized has none
   void CountHits(int64_t hits) { stats_.hits += hits; }
+  // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
+  // returned.
+  std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing);
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets slots[i].
   // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key of the call that has not
@@ -200,11 +232,18 @@ class Table : public std::enable_shared_from_this<Table> {
   // To be called for rows that were changed; threads may mark different slots together.
   bool tracks_dirty() const { return options_.store != nullptr; }
   void MarkDirty(Slot slot) { dirty_[static_cast<size_t>(slot)] = 1; }
+  // Someone wants to know of changes before they happen: a snapshot, or a set of changes.
+  bool watched() const { return snapshot_ || changes_; }
+  // REQUIRES watched(). Rows that have been announced may change until the lock is released.
+  void BeforeChange(std::span<const Slot> slots);  // kNoSlot is passed by
+  void BeforeChange(Slot slot);
   // Without a score of its own for a new key: new rows of kLfu begin at one occurrence.
   bool counts_occurrences() const { return options_.score_strategy == ScoreStrategy::kLfu; }
 
  private:
+  friend class Snapshot;
   friend class SlotList;
+  friend class ForkGuard;
   struct Evicted {
     int64_t key;
     uint64_t score;
@@ -230,8 +269,12 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t CountOnlyBelow(std::span<const int64_t> keys) const;
   Store& RequireStore() const;
   void StampPinned();
-  void LogEvictions(std::span<const Evicted> evicted);
+  void LogEvictions(std::span<Evicted> evicted);
   void InitRow(Slot slot, int64_t key, const float* initial);
+  void AfterInsert(Slot slot);  // into a slot that was free
+  template <typename Wanted>
+  std::vector<Slot> Select(int64_t begin, int64_t end, const Wanted& wanted) const;
+  RowBlock Collect(std::span<const Slot> slots, bool with_values, bool with_states) const;
   std::byte* row(Slot slot) const;
   float* state(Slot slot) const;
   bool IsStamped(Slot slot) const { return stamps_[static_cast<size_t>(slot)] == stamp_; }
@@ -244,10 +287,13 @@ class Table : public std::enable_shared_from_this<Table> {
   mutable RwLock lock_;
   std::optional<KeyIndex> index_;  // empty once closed
   mutable HugeBuffer rows_;
+  std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
   RowBlock log_;
+  Snapshot* snapshot_ = nullptr;  // takes itself off when it ends
+  std::unique_ptr<ChangeSet> changes_;
 
   // Registered lists. A mutex of its own, never held while anything else is waited for: a list may
   // be dropped by a thread that must not wait for the table.
@@ -257,8 +303,8 @@ class Table : public std::enable_shared_from_this<Table> {
   std::vector<uint8_t> stamps_;
   uint8_t stamp_ = 0;
   std::vector<uint8_t> dirty_;  // one for each slot; empty without a store
-  // While a Prefetch reads the store: the keys whose rows below changed since it began, and a number
-  // that changes when all of them did.
+  // While a Prefetch reads the store: the keys whose rows below changed since it began, and a
+  // number that changes when all of them did.
   int64_t prefetches_ = 0;
   std::unordered_set<int64_t> changed_below_;
   uint64_t contents_ = 0;

@@ -1,0 +1,43 @@
+// Admission by frequency: how often keys without a row were seen, in two bytes a key.
+//
+// Buckets of 16 entries; an entry is a fingerprint of the key and a count, together 16 bits. Two
+// keys of a bucket share an entry when their fingerprints are equal, which admits the second one
+// early: about one key in a thousand for thresholds up to 3, one in a hundred up to 31. In a full
+// bucket the smallest count gives way, so keys that are seen once pass through.
+//
+// Thread safety: none; the table guards it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace embstore {
+
+class AdmissionFilter {
+ public:
+  static constexpr int64_t kMaxThreshold = 255;
+
+  // Throws InvalidArgument unless 1 <= threshold <= kMaxThreshold.
+  explicit AdmissionFilter(int64_t threshold);
+
+  // Makes room to track about this many keys. Counts stay.
+  void Reserve(int64_t keys);
+
+  void Count(int64_t key);             // up to the threshold
+  bool IsAdmitted(int64_t key) const;  // it was counted `threshold` times
+  void Forget(int64_t key);
+
+  int64_t bytes() const { return static_cast<int64_t>(entries_.size() * sizeof(uint16_t)); }
+
+ private:
+  uint16_t* Bucket(uint64_t hash);
+  const uint16_t* Bucket(uint64_t hash) const;
+  uint16_t Fingerprint(uint64_t hash) const;  // in the bits of an entry above the count
+  int Find(const uint16_t* bucket, uint16_t fingerprint) const;  // -1: not there
+
+  int64_t threshold_;
+  int count_bits_;
+  std::vector<uint16_t> entries_;  // buckets (a power of two) x 16; 0: free
+};
+
+}  // namespace embstore

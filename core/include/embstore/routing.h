@@ -1,0 +1,40 @@
+// Routing: which keys of a batch go to which rank, and sums of the vectors that come back.
+//
+// A batch is divided into cells (the bags of a feature, whole features, or whole tables). What goes
+// to one rank stays in the order of the cells, and within a cell in the order of the batch, so a
+// receiver that puts the cells of all senders side by side meets the keys in the order of the
+// global batch.
+//
+//     keys      7  4 | 4  9  4          2 cells, world = 2, uint64(key) % world
+//     to rank 0    4 | 4     4          counts 1, 2        (unique: 4 | 4, counts 1, 1)
+//     to rank 1 7    |    9             counts 1, 1
+//     sent      4  4  4  7  9           index  3  0 | 1  4  2
+//
+// Thread safety: pure functions of their arguments. The result does not depend on the threads.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "embstore/hash.h"
+
+namespace embstore {
+
+struct Route {
+  std::vector<int64_t> keys;    // in the order (rank, cell, position)
+  std::vector<int32_t> counts;  // world x cells
+  std::vector<int64_t> index;   // (n): where the key of occurrence i is in `keys`
+};
+
+// unique[cell] != 0: each key of the cell is sent once, at its first occurrence. Empty: nowhere.
+// Throws InvalidArgument unless offsets divides the keys, and for a world of 0.
+Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
+                Ownership ownership, std::span<const uint8_t> unique);
+
+// out (rows, dim) = for each row r the sum, in order, of the vectors i with index[i] == r.
+// Throws InvalidArgument when an index is out of range.
+void SumRows(const float* vectors, std::span<const int64_t> index, int64_t dim, int64_t rows,
+             float* out);
+
+}  // namespace embstore

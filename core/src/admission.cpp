@@ -1,0 +1,95 @@
+#include "embstore/admission.h"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "embstore/hash.h"
+#include "embstore/types.h"
+
+namespace embstore {
+namespace {
+
+constexpr size_t kEntriesPerBucket = 16;
+constexpr size_t kFirstBuckets = 64;
+
+// The table's index takes the bits of HashKey itself.
+uint64_t FilterHash(int64_t key) {
+  return HashKey(static_cast<int64_t>(static_cast<uint64_t>(key) ^ 0x9e3779b97f4a7c15ULL));
+}
+
+}  // namespace
+
+AdmissionFilter::AdmissionFilter(int64_t threshold)
+    : threshold_(threshold), count_bits_(std::bit_width(static_cast<uint64_t>(threshold))) {
+  if (threshold < 1 || threshold > kMaxThreshold) {
+    throw InvalidArgument("admission_threshold should be between 1 and " +
+                          std::to_string(kMaxThreshold) + " but is: " + std::to_string(threshold));
+  }
+  entries_.resize(kFirstBuckets * kEntriesPerBucket);
+}
+
+void AdmissionFilter::Reserve(int64_t keys) {
+  // An entry does not know its whole hash, so both halves get a copy; the one that is in the wrong
+  // half is never counted again and gives way in time.
+  while (static_cast<int64_t>(entries_.size()) < keys) {
+    const size_t size = entries_.size();
+    entries_.resize(2 * size);
+    std::copy_n(entries_.begin(), size, entries_.begin() + static_cast<std::ptrdiff_t>(size));
+  }
+}
+
+uint16_t* AdmissionFilter::Bucket(uint64_t hash) {
+  const size_t buckets = entries_.size() / kEntriesPerBucket;
+  return entries_.data() + (hash & (buckets - 1)) * kEntriesPerBucket;
+}
+
+const uint16_t* AdmissionFilter::Bucket(uint64_t hash) const {
+  const size_t buckets = entries_.size() / kEntriesPerBucket;
+  return entries_.data() + (hash & (buckets - 1)) * kEntriesPerBucket;
+}
+
+uint16_t AdmissionFilter::Fingerprint(uint64_t hash) const {
+  return static_cast<uint16_t>((hash >> 48) << count_bits_);
+}
+
+// A used entry has a count of at least 1, so it differs from a free one whatever its fingerprint.
+int AdmissionFilter::Find(const uint16_t* bucket, uint16_t fingerprint) const {
+  for (size_t i = 0; i < kEntriesPerBucket; ++i) {
+    if (bucket[i] != 0 && (bucket[i] >> count_bits_) == (fingerprint >> count_bits_)) {
+      return static_cast<int>(i);
+    }
+  }
+  return -1;
+}
+
+void AdmissionFilter::Count(int64_t key) {
+  const uint64_t hash = FilterHash(key);
+  uint16_t* const bucket = Bucket(hash);
+  const uint16_t fingerprint = Fingerprint(hash);
+  const auto mask = static_cast<uint16_t>((1 << count_bits_) - 1);
+  if (const int at = Find(bucket, fingerprint); at >= 0) {
+    if ((bucket[at] & mask) < threshold_) ++bucket[at];
+    return;
+  }
+  size_t smallest = 0;
+  for (size_t i = 1; i < kEntriesPerBucket; ++i) {
+    if ((bucket[i] & mask) < (bucket[smallest] & mask)) smallest = i;
+  }
+  bucket[smallest] = static_cast<uint16_t>(fingerprint | 1);
+}
+
+bool AdmissionFilter::IsAdmitted(int64_t key) const {
+  const uint64_t hash = FilterHash(key);
+  const uint16_t* const bucket = Bucket(hash);
+  const int at = Find(bucket, Fingerprint(hash));
+  return at >= 0 && (bucket[at] & ((1 << count_bits_) - 1)) >= threshold_;
+}
+
+void AdmissionFilter::Forget(int64_t key) {
+  const uint64_t hash = FilterHash(key);
+  uint16_t* const bucket = Bucket(hash);
+  if (const int at = Find(bucket, Fingerprint(hash)); at >= 0) bucket[at] = 0;
+}
+
+}  // namespace embstore

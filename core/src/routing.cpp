@@ -1,0 +1,160 @@
+#include "embstore/routing.h"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "embstore/lookup.h"
+#include "embstore/parallel.h"
+#include "embstore/types.h"
+
+namespace embstore {
+namespace {
+
+// Cells [first, last) of about this many keys make a task.
+constexpr int64_t kKeysPerTask = 16384;
+
+struct Share {
+  int64_t first, last;
+};
+
+std::vector<Share> SplitCells(std::span<const int64_t> offsets) {
+  const auto cells = static_cast<int64_t>(offsets.size()) - 1;
+  std::vector<Share> shares;
+  for (int64_t first = 0, last; first < cells; first = last) {
+    const int64_t begin = offsets[static_cast<size_t>(first)];
+    last = first + 1;
+    while (last < cells && last - first < kKeysPerTask &&
+           offsets[static_cast<size_t>(last + 1)] - begin <= kKeysPerTask) {
+      ++last;
+    }
+    shares.push_back({first, last});
+  }
+  return shares;
+}
+
+// The distinct keys of one cell, in the order of their first occurrence.
+class Distinct {
+ public:
+  // ids[i] = which distinct key occurrence i is.
+  void Collect(std::span<const int64_t> keys, int32_t* ids) {
+    const size_t buckets = std::bit_ceil(std::max<size_t>(2 * keys.size(), 16));
+    places_.assign(buckets, -1);
+    keys_.clear();
+    for (size_t i = 0; i < keys.size(); ++i) {
+      size_t at = HashKey(keys[i]) & (buckets - 1);
+      while (places_[at] >= 0 && keys_[static_cast<size_t>(places_[at])] != keys[i]) {
+        at = (at + 1) & (buckets - 1);
+      }
+      if (places_[at] < 0) {
+        places_[at] = static_cast<int32_t>(keys_.size());
+        keys_.push_back(keys[i]);
+      }
+      ids[i] = places_[at];
+    }
+  }
+  const std::vector<int64_t>& keys() const { return keys_; }
+
+ private:
+  std::vector<int32_t> places_;
+  std::vector<int64_t> keys_;
+};
+
+}  // namespace
+
+Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
+                Ownership ownership, std::span<const uint8_t> unique) {
+  if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
+  const auto n = static_cast<int64_t>(keys.size());
+  if (n > INT32_MAX) {
+    throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " + std::to_string(n));
+  }
+  ValidateOffsets(offsets, n);
+  const size_t cells = offsets.size() - 1;
+  const std::vector<Share> shares = SplitCells(offsets);
+  const auto tasks = static_cast<int64_t>(shares.size());
+  Route route;
+  route.counts.assign(world * cells, 0);
+  route.index.resize(static_cast<size_t>(n));
+  // Of unique cells: their distinct keys, and which of them an occurrence is.
+  std::vector<std::vector<int64_t>> distinct(unique.empty() ? 0 : cells);
+  std::vector<int32_t> ids(unique.empty() ? 0 : static_cast<size_t>(n));
+  const auto is_unique = [&](size_t cell) { return !unique.empty() && unique[cell] != 0; };
+
+  const auto cell_keys = [&](size_t cell) -> std::span<const int64_t> {
+    if (is_unique(cell)) return distinct[cell];
+    return keys.subspan(static_cast<size_t>(offsets[cell]),
+                        static_cast<size_t>(offsets[cell + 1] - offsets[cell]));
+  };
+  ParallelFor(tasks, [&](int64_t task) {
+    thread_local Distinct collector;
+    const Share share = shares[static_cast<size_t>(task)];
+    for (auto cell = static_cast<size_t>(share.first); cell < static_cast<size_t>(share.last);
+         ++cell) {
+      if (is_unique(cell)) {
+        const auto begin = static_cast<size_t>(offsets[cell]);
+        collector.Collect(keys.subspan(begin, static_cast<size_t>(offsets[cell + 1]) - begin),
+                          ids.data() + begin);
+        distinct[cell] = collector.keys();
+      }
+      for (const int64_t key : cell_keys(cell)) {
+        ++route.counts[Owner(key, world, ownership) * cells + cell];
+      }
+    }
+  });
+
+  std::vector<int64_t> begins(world * cells);
+  int64_t total = 0;
+  for (size_t i = 0; i < begins.size(); ++i) {
+    begins[i] = total;
+    total += route.counts[i];
+  }
+  route.keys.resize(static_cast<size_t>(total));
+  ParallelFor(tasks, [&](int64_t task) {
+    std::vector<int64_t> next(world), places;
+    const Share share = shares[static_cast<size_t>(task)];
+    for (auto cell = static_cast<size_t>(share.first); cell < static_cast<size_t>(share.last);
+         ++cell) {
+      for (uint32_t rank = 0; rank < world; ++rank) next[rank] = begins[rank * cells + cell];
+      const std::span<const int64_t> sent = cell_keys(cell);
+      const auto begin = static_cast<size_t>(offsets[cell]);
+      if (is_unique(cell)) places.resize(sent.size());
+      int64_t* const place = is_unique(cell) ? places.data() : route.index.data() + begin;
+      for (size_t i = 0; i < sent.size(); ++i) {
+        const int64_t at = next[Owner(sent[i], world, ownership)]++;
+        route.keys[static_cast<size_t>(at)] = sent[i];
+        place[i] = at;
+      }
+      if (!is_unique(cell)) continue;
+      for (auto i = begin; i < static_cast<size_t>(offsets[cell + 1]); ++i) {
+        route.index[i] = places[static_cast<size_t>(ids[i])];
+      }
+    }
+  });
+  return route;
+}
+
+void SumRows(const float* vectors, std::span<const int64_t> index, int64_t dim, int64_t rows,
+             float* out) {
+  for (size_t i = 0; i < index.size(); ++i) {
+    if (index[i] < 0 || index[i] >= rows) {
+      throw InvalidArgument("index should be between 0 and the number of rows (" +
+                            std::to_string(rows) + ") but index[" + std::to_string(i) +
+                            "] is: " + std::to_string(index[i]));
+    }
+  }
+  // Each thread owns a range of rows and passes over the whole index, so a row is summed in order.
+  const int64_t parts = NumThreads();
+  ParallelFor(parts, [&](int64_t part) {
+    const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
+    std::fill(out + first * dim, out + last * dim, 0.0f);
+    for (size_t i = 0; i < index.size(); ++i) {
+      if (index[i] < first || index[i] >= last) continue;
+      float* const to = out + index[i] * dim;
+      const float* const from = vectors + static_cast<int64_t>(i) * dim;
+      for (int64_t c = 0; c < dim; ++c) to[c] += from[c];
+    }
+  });
+}
+
+}  // namespace embstore

@@ -1,0 +1,290 @@
+#include "embstore/slot_map.h"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "argument_check.h"
+#include "embstore/hash.h"
+
+namespace embstore {
+namespace {
+
+constexpr int kTimeBits = 27, kSlotBits = 32;
+constexpr int kFrequencyShift = kTimeBits + kSlotBits;
+constexpr int64_t kMostTime = (int64_t{1} << kTimeBits) - 1;
+constexpr uint64_t kMostFrequency = 31;
+constexpr int64_t kMaxSlots = int64_t{1} << 29;
+// Buckets of one line of digests, half full: a key that is missing costs one cache line, and a full
+// bucket is a matter of more than five standard deviations.
+constexpr int64_t kBucket = 64;
+constexpr int64_t kMaxCapacity = (int64_t{1} << 31) - 16384;
+constexpr Slot kStretch = 1 << 18;  // index entries that one step of Victims reads (4 MiB)
+constexpr double kShare = 0.125;    // of a stretch that goes at least
+constexpr size_t kSample = 1024;
+
+uint64_t TimeOf(uint64_t record) { return (record >> kSlotBits) & kMostTime; }
+int64_t SlotOf(uint64_t record) { return static_cast<int64_t>(record & 0xffffffffu) - 1; }
+
+KeyIndexOptions IndexFor(const SlotMapOptions& options) {
+  CheckArgument(options.slots >= 1 && options.slots < kMaxSlots, "slots",
+                "at least 1 and below 2^29", options.slots);
+  CheckArgument(options.min_used_freq_power >= 0 && options.min_used_freq_power <= 31,
+                "min_used_freq_power", "between 0 and 31", options.min_used_freq_power);
+  KeyIndexOptions index;
+  index.init_capacity = std::max(2 * options.slots, 2 * kBucket);
+  index.max_capacity = std::min(16 * index.init_capacity, kMaxCapacity);
+  index.bucket_capacity = kBucket;
+  return index;
+}
+
+}  // namespace
+
+SlotMap::SlotMap(const SlotMapOptions& options)
+    : slots_(options.slots),
+      first_frequency_(static_cast<uint64_t>(options.min_used_freq_power)),
+      index_(IndexFor(options)),
+      free_(static_cast<size_t>((options.slots + 63) / 64), ~uint64_t{0}) {
+  if (slots_ % 64) free_.back() = (uint64_t{1} << (slots_ % 64)) - 1;
+}
+
+size_t SlotMap::bytes() const { return index_.bytes() + free_.size() * sizeof(uint64_t); }
+
+uint64_t SlotMap::Record(uint64_t frequency, int64_t time, int64_t slot) const {
+  return frequency << kFrequencyShift | static_cast<uint64_t>(time - time_base_) << kSlotBits |
+         static_cast<uint64_t>(slot + 1);
+}
+
+template <typename Visit>
+void SlotMap::VisitUsed(const Visit& visit) const {
+  for (Slot at = 0; at < index_.capacity(); ++at) {
+    if (index_.entry(at).score != 0) visit(at);
+  }
+}
+
+// Times are kept in 27 bits: after 2^27 batches the older half of them becomes one time.
+void SlotMap::Advance(int64_t time) {
+  CheckArgument(time >= last_time_, "time", "at least " + std::to_string(last_time_), time);
+  last_time_ = time;
+  if (time - time_base_ <= kMostTime) return;
+  const int64_t shift = time - time_base_ - kMostTime / 2;
+  VisitUsed([&](Slot at) {
+    const uint64_t record = index_.entry(at).score;
+    const auto old = static_cast<int64_t>(TimeOf(record));
+    index_.set_score(at, Record(record >> kFrequencyShift,
+                                time_base_ + std::max<int64_t>(old - shift, 0), SlotOf(record)));
+  });
+  time_base_ += shift;
+}
+
+int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out) {
+  CheckArgument(keys.size() < UINT32_MAX, "the number of keys", "below 2^32 - 1", keys.size());
+  Advance(time);
+  out_ = out;
+  missing_.clear();
+  missing_at_.clear();
+  std::fill(scratch_.begin(), scratch_.end(), 0);
+  const Kernels& kernels = ActiveKernels();
+  const IndexView view = index_.view();
+  const uint64_t now = static_cast<uint64_t>(time - time_base_) << kSlotBits;
+  constexpr uint64_t kKept = ~(static_cast<uint64_t>(kMostTime) << kSlotBits);
+  Slot found[kProbeBlock];
+  const auto n = static_cast<int64_t>(keys.size());
+  for (int64_t begin = 0; begin < n; begin += kProbeBlock) {
+    const int64_t count = std::min(kProbeBlock, n - begin);
+    kernels.find(view, keys.data() + begin, count, found, ScoreUpdate::kKeep, 0, nullptr);
+    for (int64_t i = 0; i < count; ++i) {
+      if (found[i] == kNoSlot) [[unlikely]] {
+        out[begin + i] = -1;
+        NoteMissing(keys[static_cast<size_t>(begin + i)], static_cast<uint32_t>(begin + i));
+        continue;
+      }
+      uint64_t& record = view.entries[found[i]].score;
+      uint64_t renewed = (record & kKept) | now;
+      random_ = random_ * 6364136223846793005ULL + 1442695040888963407ULL;
+      const uint64_t frequency = record >> kFrequencyShift;
+      const bool rises = ((random_ >> 33) & ((uint64_t{1} << frequency) - 1)) == 0;
+      renewed += static_cast<uint64_t>(rises & (frequency < kMostFrequency)) << kFrequencyShift;
+      record = renewed;
+      out[begin + i] = SlotOf(renewed);
+    }
+  }
+  return static_cast<int64_t>(missing_.size());
+}
+
+void SlotMap::ResizeScratch(size_t occurrences) {
+  scratch_.assign(std::bit_ceil(std::max<size_t>(4 * occurrences, 1024)), 0);
+  for (size_t number = 0; number < missing_.size(); ++number) {
+    size_t at = HashKey(missing_[number]) & (scratch_.size() - 1);
+    while (scratch_[at] != 0) at = (at + 1) & (scratch_.size() - 1);
+    scratch_[at] = static_cast<uint32_t>(number + 1);
+  }
+}
+
+void SlotMap::NoteMissing(int64_t key, uint32_t position) {
+  if (2 * missing_.size() >= scratch_.size()) ResizeScratch(missing_.size());
+  size_t at = HashKey(key) & (scratch_.size() - 1);
+  while (scratch_[at] != 0 && missing_[scratch_[at] - 1] != key)
+    at = (at + 1) & (scratch_.size() - 1);
+  if (scratch_[at] == 0) {
+    missing_.push_back(key);
+    scratch_[at] = static_cast<uint32_t>(missing_.size());
+  }
+  missing_at_.push_back({position, scratch_[at] - 1});
+}
+
+int64_t SlotMap::TakeLowestFree() {
+  while (free_[first_free_word_] == 0) ++first_free_word_;
+  uint64_t& word = free_[first_free_word_];
+  const int bit = std::countr_zero(word);
+  word &= word - 1;
+  return static_cast<int64_t>(first_free_word_) * 64 + bit;
+}
+
+void SlotMap::Free(Slot at) {
+  const int64_t slot = SlotOf(index_.entry(at).score);
+  const auto word = static_cast<size_t>(slot / 64);
+  free_[word] |= uint64_t{1} << (slot % 64);
+  first_free_word_ = std::min(first_free_word_, word);
+  index_.Erase(at);
+}
+
+Slot SlotMap::InsertKey(int64_t key, uint64_t record) {
+  Slot at = index_.FindOrInsert(key, record).slot;
+  while (at == kNoSlot) {  // a bucket met far more keys than its share
+    if (!index_.CanGrow()) {
+      throw InvalidState("too many keys share a bucket of the index of " + std::to_string(slots_) +
+                         " slots");
+    }
+    index_.Grow([](Slot, Slot) {});
+    hand_ = 0;
+    at = index_.FindOrInsert(key, record).slot;
+  }
+  return at;
+}
+
+std::span<const KeySlot> SlotMap::Admit() {
+  victims_.clear();
+  victims_at_.clear();
+  admitted_.clear();
+  const auto count =
+      static_cast<size_t>(std::min(free_slots(), static_cast<int64_t>(missing_.size())));
+  admitted_.reserve(count);
+  constexpr size_t kAhead = 8;
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      const int64_t bucket = index_.BucketOf(missing_[i + kAhead]);
+      __builtin_prefetch(index_.view().digests + bucket * kBucket, 1);
+    }
+    const int64_t slot = TakeLowestFree();
+    InsertKey(missing_[i], Record(first_frequency_, last_time_, slot));
+    index_.AddSize(1);
+    admitted_.push_back({missing_[i], slot});
+  }
+  for (const Occurrence& occurrence : missing_at_) {
+    if (occurrence.missing < count) out_[occurrence.position] = admitted_[occurrence.missing].slot;
+  }
+  // What is left keeps its order, under new numbers.
+  std::erase_if(missing_at_, [&](const Occurrence& o) { return o.missing < count; });
+  for (Occurrence& occurrence : missing_at_) occurrence.missing -= static_cast<uint32_t>(count);
+  missing_.erase(missing_.begin(), missing_.begin() + static_cast<std::ptrdiff_t>(count));
+  return admitted_;
+}
+
+void SlotMap::Forget(std::span<const int64_t> keys) {
+  victims_.clear();
+  victims_at_.clear();
+  for (const int64_t key : keys) {
+    const Slot at = index_.Find(key);
+    if (at == kNoSlot) continue;
+    Free(at);
+    index_.AddSize(-1);
+  }
+}
+
+void SlotMap::VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinned_time) {
+  const IndexEntry* entries = &index_.entry(0);
+  const auto may_go = [&](uint64_t record) { return record != 0 && TimeOf(record) < pinned_time; };
+  // The record below which `share` of the stretch lies, from a sample of it.
+  sample_.clear();
+  // An odd step, since positions within a bucket are filled in order and tell the age of a key.
+  const Slot step = ((end - begin) / static_cast<Slot>(2 * kSample)) | 1;
+  for (Slot at = begin; at < end; at += step) {
+    if (may_go(entries[at].score)) sample_.push_back(entries[at].score);
+  }
+  if (sample_.empty()) return;
+  const auto rank = static_cast<size_t>(share * static_cast<double>(sample_.size()));
+  uint64_t limit = UINT64_MAX;
+  if (rank + 1 < sample_.size()) {
+    std::nth_element(sample_.begin(), sample_.begin() + static_cast<std::ptrdiff_t>(rank),
+                     sample_.end());
+    limit = sample_[rank];
+  }
+  for (Slot at = begin; at < end; ++at) {
+    const uint64_t record = entries[at].score;
+    if (record - 1 < limit && may_go(record)) {  // a free entry is 0 and wraps around
+      victims_at_.push_back(at);
+      victims_.push_back({entries[at].key, SlotOf(record)});
+    }
+  }
+}
+
+std::span<const KeySlot> SlotMap::Victims(int64_t count, int64_t pinned_from) {
+  victims_.clear();
+  victims_at_.clear();
+  const auto pinned_time =
+      static_cast<uint64_t>(std::clamp<int64_t>(pinned_from - time_base_, 0, kMostTime + 1));
+  if (count <= 0 || size() == 0) return victims_;
+  const auto capacity = static_cast<Slot>(index_.capacity());
+  const double needed = 1.25 * static_cast<double>(count) / static_cast<double>(size());
+  for (const double share : {std::clamp(needed, kShare, 1.0), 1.0}) {
+    // In a second round everything unpinned may go: the first one starts again from nothing.
+    victims_.clear();
+    victims_at_.clear();
+    for (Slot seen = 0; seen < capacity;) {
+      const Slot end = std::min<Slot>(capacity, hand_ + kStretch);
+      VictimsOfStretch(hand_, end, share, pinned_time);
+      seen += end - hand_;
+      hand_ = end == capacity ? 0 : end;
+      if (static_cast<int64_t>(victims_.size()) >= count) return victims_;
+    }
+  }
+  return victims_;
+}
+
+void SlotMap::Drop() {
+  for (const Slot at : victims_at_) Free(at);
+  index_.AddSize(-static_cast<int64_t>(victims_at_.size()));
+  victims_.clear();
+  victims_at_.clear();
+}
+
+std::vector<KeySlot> SlotMap::Worst(int64_t count) const {
+  std::vector<std::pair<uint64_t, int64_t>> records;
+  records.reserve(static_cast<size_t>(size()));
+  VisitUsed([&](Slot at) { records.emplace_back(index_.entry(at).score, index_.entry(at).key); });
+  const auto kept = static_cast<std::ptrdiff_t>(std::clamp<int64_t>(count, 0, size()));
+  std::partial_sort(records.begin(), records.begin() + kept, records.end());
+  std::vector<KeySlot> worst;
+  worst.reserve(static_cast<size_t>(kept));
+  for (std::ptrdiff_t i = 0; i < kept; ++i) {
+    worst.push_back(
+        {records[static_cast<size_t>(i)].second, SlotOf(records[static_cast<size_t>(i)].first)});
+  }
+  return worst;
+}
+
+std::vector<KeySlot> SlotMap::UsedSince(int64_t since) const {
+  std::vector<KeySlot> used;
+  VisitUsed([&](Slot at) {
+    const uint64_t record = index_.entry(at).score;
+    if (static_cast<int64_t>(TimeOf(record)) + time_base_ >= since) {
+      used.push_back({index_.entry(at).key, SlotOf(record)});
+    }
+  });
+  std::sort(used.begin(), used.end(),
+            [](const KeySlot& a, const KeySlot& b) { return a.slot < b.slot; });
+  return used;
+}
+
+}  // namespace embstore

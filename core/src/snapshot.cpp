@@ -1,0 +1,176 @@
+#include "embstore/snapshot.h"
+
+#include <algorithm>
+#include <cstring>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+
+#include "embstore/table.h"
+
+namespace embstore {
+namespace {
+
+// Rows copied under one hold of the lock: about a tenth of a millisecond, so a training step hardly
+// waits.
+constexpr int64_t kSlotsPerHold = 1024;
+constexpr int64_t kBlockBytes = int64_t{2} << 20;
+
+}  // namespace
+
+struct Snapshot::Output {
+  int64_t* keys;
+  float* values;
+  float* states;
+  uint64_t* scores;
+  int64_t count = 0;
+};
+
+Snapshot::Snapshot(std::shared_ptr<Table> table) : table_(std::move(table)) {
+  std::unique_lock guard(table_->lock_);
+  table_->RequireOpen();
+  if (table_->snapshot_) {
+    throw InvalidState("table '" + table_->options_.name + "' has a snapshot already");
+  }
+  marks_ = HugeBuffer(static_cast<size_t>(table_->index_->capacity()));
+  rows_ = table_->index_->size();
+  rows_per_block_ = std::max<int64_t>(
+      16, kBlockBytes / (table_->row_stride_ + static_cast<int64_t>(sizeof(IndexEntry))));
+  table_->snapshot_ = this;
+}
+
+Snapshot::~Snapshot() {
+  std::unique_lock guard(table_->lock_);
+  table_->snapshot_ = nullptr;
+}
+
+void Snapshot::Move(Slot from, Slot to) {
+  mark(to).store(mark(from).load(std::memory_order_relaxed), std::memory_order_relaxed);
+  mark(from).store(kUnread, std::memory_order_relaxed);  // free: the next key there is skipped
+}
+
+void Snapshot::Preserve(Slot slot) {
+  std::atomic_ref<uint8_t> state = mark(slot);
+  uint8_t seen = state.load(std::memory_order_acquire);
+  while (seen != kSettled) {
+    if (seen == kSaving) {  // another thread copies this row; it must be done before it changes
+      seen = state.load(std::memory_order_acquire);
+      continue;
+    }
+    if (!state.compare_exchange_weak(seen, kSaving, std::memory_order_acq_rel)) continue;
+    const int64_t stride = table_->row_stride_;
+    {
+      Shard& shard = shards_[slot % kShards];
+      std::lock_guard guard(shard.mutex);
+      if (shard.blocks.empty() || shard.blocks.back().count == rows_per_block_) {
+        shard.blocks.push_back({PooledBuffer(static_cast<size_t>(
+                                    rows_per_block_ * (stride + int64_t{sizeof(IndexEntry)}))),
+                                0});
+      }
+      Saved& block = shard.blocks.back();
+      block.buffer.as<IndexEntry>()[block.count] = table_->index_->entry(slot);
+      std::memcpy(block.buffer.as<std::byte>() + rows_per_block_ * int64_t{sizeof(IndexEntry)} +
+                      block.count * stride,
+                  table_->row(slot), static_cast<size_t>(stride));
+      ++block.count;
+    }
+    state.store(kSettled, std::memory_order_release);
+    return;
+  }
+}
+
+bool Snapshot::TakeSaved(Saved& block, bool full_only) {
+  for (Shard& shard : shards_) {
+    std::lock_guard guard(shard.mutex);
+    if (shard.blocks.empty()) continue;
+    if (full_only && shard.blocks.front().count < rows_per_block_) continue;
+    block = std::move(shard.blocks.front());
+    shard.blocks.erase(shard.blocks.begin());
+    return true;
+  }
+  return false;
+}
+
+void Snapshot::Emit(const Saved& block, int64_t first, int64_t count, Output& out) const {
+  const Table& table = *table_;
+  const auto* rows = block.buffer.as<std::byte>() + rows_per_block_ * int64_t{sizeof(IndexEntry)};
+  for (int64_t i = first; i < first + count; ++i, ++out.count) {
+    const IndexEntry& entry = block.buffer.as<IndexEntry>()[i];
+    const std::byte* row = rows + i * table.row_stride_;
+    out.keys[out.count] = entry.key;
+    out.scores[out.count] = entry.score;
+    if (out.values) {
+      ActiveKernels().load_vector(row, table.options_.dim, table.options_.dtype,
+                                  out.values + out.count * table.options_.dim);
+    }
+    if (out.states) {
+      std::memcpy(out.states + out.count * table.state_width_, row + table.state_offset_,
+                  static_cast<size_t>(table.state_width_) * sizeof(float));
+    }
+  }
+}
+
+// Reads the next few slots. False when there are none.
+bool Snapshot::Walk(Output& out, int64_t room) {
+  std::shared_lock guard(table_->lock_);
+  table_->RequireOpen();
+  const int64_t capacity = table_->index_->capacity();
+  const int64_t step = std::min(room, kSlotsPerHold);
+  const int64_t begin = next_.fetch_add(step, std::memory_order_relaxed);
+  if (begin >= capacity) {
+    next_.fetch_sub(step, std::memory_order_relaxed);  // the table may grow yet
+    return false;
+  }
+  Slot slots[kSlotsPerHold];
+  int64_t n = 0;
+  for (int64_t slot = begin, end = std::min(begin + step, capacity); slot < end; ++slot) {
+    const auto s = static_cast<Slot>(slot);
+    if (!table_->index_->IsUsed(s) || mark(s).load(std::memory_order_relaxed) == kSettled) continue;
+    slots[n++] = s;
+    mark(s).store(kSettled, std::memory_order_relaxed);
+  }
+  if (out.values && n > 0) {
+    ActiveKernels().gather(table_->rows(), slots, n, nullptr,
+                           out.values + out.count * table_->options_.dim, DType::kFloat32,
+                           table_->options_.dim);
+  }
+  for (int64_t i = 0; i < n; ++i, ++out.count) {
+    const IndexEntry& entry = table_->index_->entry(slots[i]);
+    out.keys[out.count] = entry.key;
+    out.scores[out.count] = entry.score;
+    if (out.states) {
+      std::copy_n(table_->state(slots[i]), table_->state_width_,
+                  out.states + out.count * table_->state_width_);
+    }
+  }
+  return true;
+}
+
+int64_t Snapshot::Read(int64_t max_rows, int64_t* keys, float* values, float* states,
+                       uint64_t* scores) {
+  if (max_rows < 1) {
+    throw InvalidArgument("max_rows should be at least 1 but is: " + std::to_string(max_rows));
+  }
+  Output out{keys, values, states, scores};
+  bool walked_all = false;
+  while (out.count < max_rows) {
+    {
+      std::lock_guard guard(rest_mutex_);
+      // Saved rows first, so that their memory is free again soon.
+      if (rest_first_ == rest_.count) {
+        rest_ = {};
+        rest_first_ = 0;
+        TakeSaved(rest_, /*full_only=*/!walked_all);
+      }
+      const int64_t n = std::min(rest_.count - rest_first_, max_rows - out.count);
+      Emit(rest_, rest_first_, n, out);
+      rest_first_ += n;
+      if (n > 0) continue;
+    }
+    if (walked_all) break;
+    walked_all = !Walk(out, max_rows - out.count);
+  }
+  return out.count;
+}
+
+}  // namespace embstore

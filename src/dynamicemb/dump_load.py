@@ -1,0 +1,121 @@
+"""Dynamic tables of a model to files and back: `DynamicEmbDump` and `DynamicEmbLoad`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+import embstore
+from dynamicemb.discovery import find_collections, resolve
+from dynamicemb.tables import DynamicTable
+from embstore.checkpoint import DumpHandle
+
+Selection = dict[str, dict[str, DynamicTable]]
+TableNames = Mapping[str, Sequence[str]] | Sequence[str] | None
+
+
+def DynamicEmbDump(
+    path: str,
+    model: nn.Module,
+    table_names: TableNames = None,
+    optim: bool | None = False,
+    pg: dist.ProcessGroup | None = None,
+    *,
+    async_: bool = False,
+    layout: str = "v1a",
+    allow_overwrite: bool = False,
+) -> DumpHandle | None:
+    """Writes the dynamic tables of a model to a folder, by all ranks together.
+
+    path             the folder; it appears when the dump is complete. One that has files is refused
+    table_names      {collection: [tables]}, by the collection's path or its last component; None: all
+    optim            optimizer states too
+    pg               the ranks that take part; None: those that share the tables
+    async_           returns a handle at once; training may go on while the state of now is written, and
+                     handle.wait() returns when it is
+    layout           "v1a" (the documented one) or "v2" (that of newer versions of the original package)
+    allow_overwrite  replaces a folder that has files, in one step
+
+    Each collection has its folder, named after its path with "model" as the root; a table is a file of
+    int64 keys and a file of float32 vectors, and so is each optimizer state. See docs/formats.md.
+
+        DynamicEmbDump("/data/monday", model, optim=True)
+    """
+    selected = _select(model, table_names, "DynamicEmbDump")
+    if not selected:
+        return None
+    for table in _tables(selected):
+        table.optimizer_args()  # lets the learning rate of a scheduler reach the table
+    return embstore.dump(
+        path,
+        {c: {n: t.table for n, t in named.items()} for c, named in selected.items()},
+        optim=bool(optim),
+        group=pg or _tables(selected)[0].process_group,
+        ownership={c: {n: t.ownership for n, t in named.items()} for c, named in selected.items()},
+        layout=layout,
+        async_=async_,
+        overwrite=allow_overwrite,
+    )
+
+
+def DynamicEmbLoad(
+    path: str,
+    model: nn.Module,
+    table_names: TableNames = None,
+    optim: bool = False,
+    pg: dist.ProcessGroup | None = None,
+) -> None:
+    """Reads the dynamic tables of a model from a dump of any layout and world size.
+
+    Rows of keys that are there are replaced, others are added. With optim, training continues as if it
+    had not stopped; without, optimizer states start fresh. A dump that is damaged, or that does not fit
+    the tables, raises on all ranks before any row changes. Arguments as in `DynamicEmbDump`.
+
+        DynamicEmbLoad("/data/monday", model, optim=True)
+    """
+    selected = _select(model, table_names, "DynamicEmbLoad")
+    if not selected:
+        return
+    embstore.load(
+        path,
+        {c: {n: t.table for n, t in named.items()} for c, named in selected.items()},
+        optim=bool(optim),
+        group=pg or _tables(selected)[0].process_group,
+        ownership={c: {n: t.ownership for n, t in named.items()} for c, named in selected.items()},
+    )
+    if optim:
+        for table in _tables(selected):
+            table.load_optimizer_args({"lr": table.table.learning_rate})
+
+
+def _tables(selected: Selection) -> list[DynamicTable]:
+    return [table for named in selected.values() for table in named.values()]
+
+
+def _select(model: nn.Module, table_names: TableNames, caller: str) -> Selection:
+    collections = find_collections(model)
+    if not collections:
+        warnings.warn(f"{caller} found no dynamic table in the model", UserWarning, stacklevel=3)
+    if table_names is None:
+        return {path: dict(collection.tables) for path, collection in collections.items()}
+    if isinstance(table_names, str) or not isinstance(table_names, (Mapping, Sequence)):
+        raise ValueError(f"table_names should be {{collection: [tables]}} but is: {table_names!r}")
+    wanted = table_names if isinstance(table_names, Mapping) else {path: table_names for path in collections}
+    selected: Selection = {}
+    missing = []
+    for name, tables in wanted.items():
+        collection = resolve(collections, name)
+        if collection is None:
+            missing.append(f"collection {name!r}")
+            continue
+        if isinstance(table_names, Mapping):
+            missing += [f"table {t!r} of {name!r}" for t in tables if t not in collection.tables]
+        found = {t: collection.tables[t] for t in tables if t in collection.tables}
+        if found:
+            selected[collection.path] = found
+    for what in missing:
+        warnings.warn(f"{caller} found no dynamic {what} in the model", UserWarning, stacklevel=3)
+    return selected

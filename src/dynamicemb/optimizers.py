@@ -1,0 +1,128 @@
+"""From TorchRec's fused parameters to the engine's optimizers, and the fused optimizer that DMP shows.
+
+{"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}   ->   embstore.AdamW(lr=0.01, ...)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.optim.fused import FusedOptimizer
+
+import embstore
+
+SUPPORTED = {
+    EmbOptimType.EXACT_SGD: "sgd",
+    EmbOptimType.SGD: "sgd",
+    EmbOptimType.ADAM: "adam",
+    EmbOptimType.EXACT_ADAGRAD: "exact_adagrad",
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "exact_row_wise_adagrad",
+}
+LEARNING_RATE = 0.01  # and EPS: what FBGEMM takes where nothing is said
+EPS = 1e-8
+
+# Fused parameters that are for TorchRec or FBGEMM and say nothing about the optimizer of a dynamic table.
+_NOT_OURS = frozenset(
+    {
+        "optimizer",
+        "output_dtype",
+        "cache_load_factor",
+        "cache_precision",
+        "cache_algorithm",
+        "cache_sets",
+        "enforce_hbm",
+        "stochastic_rounding",
+        "bounds_check_mode",
+        "prefetch_pipeline",
+        "multipass_prefetch_config",
+    }
+)
+_ADAM = ("beta1", "beta2", "betas", "eps", "weight_decay")
+_ADAGRAD = ("eps", "initial_accumulator_value")
+_KNOWN = {"sgd": (), "adam": _ADAM, "exact_adagrad": _ADAGRAD, "exact_row_wise_adagrad": _ADAGRAD}
+_COMMON = ("learning_rate", "gradient_clipping", "max_gradient")
+
+
+def engine_optimizer(fused_params: Mapping[str, Any], table: str) -> embstore.Optimizer:
+    """The optimizer of a table. ValueError for one that is not supported, a warning for a parameter
+    that has no effect."""
+    wanted = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    kind = SUPPORTED.get(wanted)
+    if kind is None:
+        names = ", ".join(member.name for member in SUPPORTED)
+        raise ValueError(f"optimizer of table {table!r} should be one of {names} but is: {wanted!r}")
+    for name, value in fused_params.items():
+        # A weight decay of zero asks for nothing, and torch optimizers always bring one.
+        known = name in _NOT_OURS or name in _COMMON or name in _KNOWN[kind]
+        if not known and not (name == "weight_decay" and not value):
+            warnings.warn(
+                f"fused parameter {name!r} has no effect on the dynamic table {table!r}",
+                UserWarning,
+                stacklevel=2,
+            )
+    get = fused_params.get
+    common: dict[str, Any] = {"lr": float(get("learning_rate", LEARNING_RATE))}
+    if get("gradient_clipping", False):
+        common["clip_value"] = float(get("max_gradient", 1.0))
+    if kind == "sgd":
+        return embstore.SGD(**common)
+    eps = float(get("eps", EPS))
+    if kind == "adam":
+        beta1, beta2 = get("betas", (get("beta1", 0.9), get("beta2", 0.999)))
+        decay = float(get("weight_decay", 0.0))
+        return embstore.AdamW(**common, betas=(float(beta1), float(beta2)), eps=eps, weight_decay=decay)
+    start = float(get("initial_accumulator_value", 0.0))
+    adagrad = embstore.Adagrad if kind == "exact_adagrad" else embstore.RowwiseAdagrad
+    return adagrad(**common, eps=eps, initial_accumulator_value=start)
+
+
+def optimizer_args(table: embstore.Table) -> dict[str, Any]:
+    """The optimizer of a table as `{table}_opt_args.json` describes it."""
+    optimizer = table.options.optimizer
+    args: dict[str, Any] = {"lr": table.learning_rate}
+    if isinstance(optimizer, embstore.Adam):
+        args |= {
+            "opt_type": "adam",
+            "iters": table.optimizer_step,
+            "beta1": optimizer.betas[0],
+            "beta2": optimizer.betas[1],
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+        }
+    elif isinstance(optimizer, embstore.Adagrad):
+        rowwise = isinstance(optimizer, embstore.RowwiseAdagrad)
+        args |= {
+            "opt_type": "exact_row_wise_adagrad" if rowwise else "exact_adagrad",
+            "eps": optimizer.eps,
+            "initial_accumulator_value": optimizer.initial_accumulator_value,
+        }
+    else:
+        args["opt_type"] = "sgd"
+    return args
+
+
+class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
+    """The optimizer of the dynamic tables of a collection, as `dmp.fused_optimizer` shows it.
+
+    Rows move inside of backward, so `step` moves nothing. Every table has a parameter group of its own;
+    the "lr" in it is what the next training batch uses, so any scheduler reaches the tables.
+    """
+
+    def __init__(
+        self, params: Mapping[str, torch.nn.Parameter], tables: Mapping[str, embstore.Table]
+    ) -> None:
+        groups = [
+            {"params": [param], "lr": table.options.optimizer.lr}
+            for param, table in zip(params.values(), tables.values(), strict=True)
+        ]
+        super().__init__(dict(params), {}, groups)
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing is left to do."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Nothing is left to do."""

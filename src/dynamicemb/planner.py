@@ -1,0 +1,298 @@
+"""Planning: which tables are dynamic, how many rows a rank holds, and TorchRec's plan for the others.
+
+constraints = {"user": DynamicEmbParameterConstraints(use_dynamicemb=True), ...}   # every table
+planner = DynamicEmbeddingShardingPlanner(eb_configs, constraints=constraints)
+plan = planner.collective_plan(model, [DynamicEmbeddingBagCollectionSharder()], dist.group.WORLD)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    Perf,
+    PerfModel,
+    Proposer,
+    ShardEstimator,
+    ShardingOption,
+    Stats,
+    Storage,
+    StorageReservation,
+)
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+
+from dynamicemb.agreement import require_agreement
+from dynamicemb.options import BATCH_SIZE, DynamicEmbTableOptions
+
+logger = logging.getLogger(__name__)
+
+HBM_CAP_BYTES = 32 << 30
+DDR_CAP_BYTES = 128 << 30
+
+
+@dataclass
+class DynamicEmbParameterConstraints(ParameterConstraints):
+    """TorchRec's constraints of a table, and whether it is dynamic. This is the one place to say so.
+
+    use_dynamicemb      True makes the table dynamic
+    dynamicemb_options  its options; each instance has its own
+    """
+
+    use_dynamicemb: bool | None = False
+    dynamicemb_options: DynamicEmbTableOptions | None = field(default_factory=DynamicEmbTableOptions)
+
+    __hash__ = ParameterConstraints.__hash__
+
+
+@dataclass
+class DynamicEmbParameterSharding(ParameterSharding):
+    """The plan of a dynamic table: row-wise over all ranks."""
+
+    dynamicemb_options: DynamicEmbTableOptions | None = None
+    num_embeddings: int = 0  # what the user asked for, before rounding
+
+    def get_additional_fused_params(self) -> dict[str, Any]:
+        """TorchRec adds these to the fused parameters of the table."""
+        return {}
+
+
+def is_dynamic(constraint: ParameterConstraints | None) -> bool:
+    return bool(getattr(constraint, "use_dynamicemb", False))
+
+
+class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, which passes dynamic tables by: they have one option, that costs nothing."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int | None = BATCH_SIZE,
+        constraints: Mapping[str, DynamicEmbParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(topology, batch_size or BATCH_SIZE, constraints, estimator, **keywords)
+
+    def _dynamic(self, name: str) -> bool:
+        return is_dynamic((self._constraints or {}).get(name))
+
+    def _filter_sharding_types(self, name: str, *args: Any, **keywords: Any) -> list[str]:
+        if self._dynamic(name):
+            return [ShardingType.ROW_WISE.value]
+        return super()._filter_sharding_types(name, *args, **keywords)
+
+    def _filter_compute_kernels(self, name: str, *args: Any, **keywords: Any) -> list[str]:
+        if self._dynamic(name):
+            return [EmbeddingComputeKernel.FUSED.value]
+        return super()._filter_compute_kernels(name, *args, **keywords)
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        super().populate_estimates([o for o in sharding_options if not self._dynamic(o.name)])
+        for option in sharding_options:
+            if self._dynamic(option.name):
+                for shard in option.shards:
+                    shard.perf = Perf(0.0, 0.0, 0.0, 0.0)
+                    shard.storage = Storage(hbm=0, ddr=0)
+
+
+def default_topology() -> Topology:
+    """One node with as many ranks as there are, on the CPU where there is no GPU."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return Topology(
+        world_size=world,
+        local_world_size=world,
+        compute_device="cuda" if torch.cuda.is_available() else "cpu",
+        hbm_cap=HBM_CAP_BYTES,
+        ddr_cap=DDR_CAP_BYTES,
+    )
+
+
+def _checked(
+    configs: list[BaseEmbeddingConfig],
+    constraints: Mapping[str, ParameterConstraints] | None,
+) -> dict[str, ParameterConstraints]:
+    if constraints is None:
+        raise ValueError("constraints should name every table but is: None")
+    counts = Counter(config.name for config in configs)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise ValueError(f"eb_configs should have different names but these occur twice: {twice}")
+    missing = [name for name in counts if name not in constraints]
+    if missing:
+        raise ValueError(
+            f"constraints should name every table of eb_configs but these are missing: {missing}"
+        )
+    extra = [name for name in constraints if name not in counts]
+    if extra:
+        raise ValueError(
+            f"constraints should name tables of eb_configs only but these are not there: {extra}"
+        )
+    return dict(constraints)
+
+
+class DynamicEmbeddingShardingPlanner:
+    """TorchRec's planner for static tables; dynamic ones are row-wise over all ranks.
+
+    eb_configs   the configs of every table of the model. They are read, never changed
+    topology     None: one node, on the CPU where there is no GPU
+    constraints  one entry for every table, static ones too
+    The other parameters are those of TorchRec's EmbeddingShardingPlanner.
+
+    A rank may hold max(next power of two of num_embeddings / world, bucket_capacity) rows of a dynamic
+    table: `planned` shows it. TorchRec's memory budget does not count dynamic tables.
+    """
+
+    def __init__(
+        self,
+        eb_configs: list[BaseEmbeddingConfig],
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: Mapping[str, DynamicEmbParameterConstraints] | None = None,
+        debug: bool = True,
+        **keywords: Any,
+    ) -> None:
+        self._configs = list(eb_configs)
+        self._constraints = _checked(self._configs, constraints)
+        self._topology = default_topology() if topology is None else topology
+        self._batch_size = batch_size or BATCH_SIZE
+        self._planner = EmbeddingShardingPlanner(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            enumerator=enumerator
+            or DynamicEmbeddingEnumerator(self._topology, self._batch_size, self._constraints),
+            storage_reservation=storage_reservation,
+            proposer=proposer,
+            partitioner=partitioner,
+            performance_model=performance_model,
+            stats=stats,
+            constraints=self._constraints,
+            debug=debug,
+            **keywords,
+        )
+        # By table: the options as they will be used. `planned["user"].max_capacity` is rows a rank.
+        self.planned: dict[str, DynamicEmbTableOptions] = {}
+        self._num_embeddings: dict[str, int] = {}
+        for config in self._configs:
+            constraint = self._constraints[config.name]
+            if not is_dynamic(constraint):
+                continue
+            options = getattr(constraint, "dynamicemb_options", None) or DynamicEmbTableOptions()
+            options.validate()  # it may have been changed since it was made
+            dim = config.embedding_dim
+            if options.dim not in (None, -1, dim):
+                raise ValueError(
+                    f"dim of table {config.name!r} should be {dim} as in its config but is: {options.dim}"
+                )
+            self.planned[config.name] = options.planned(
+                num_embeddings=config.num_embeddings,
+                dim=dim,
+                world=self._topology.world_size,
+                dtype=data_type_to_dtype(config.data_type),
+            )
+            self._num_embeddings[config.name] = config.num_embeddings
+            logger.info(
+                "dynamic table %s: %d rows a rank", config.name, self.planned[config.name].max_capacity
+            )
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """The plan of the model, the same on every rank. ValueError on all of them when they disagree
+        about a table."""
+        if pg is None:
+            pg = dist.group.WORLD
+        if pg is not None:
+            world = dist.get_world_size(pg)
+            if world != self._topology.world_size:
+                raise ValueError(
+                    f"topology should have {world} ranks as the process group but has: "
+                    f"{self._topology.world_size}"
+                )
+        require_agreement("options of dynamic tables", self._description(), pg)
+        return self._with_dynamic(module, self._planner.collective_plan(module, sharders, pg))
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """The plan of the model, without asking other ranks."""
+        return self._with_dynamic(module, self._planner.plan(module, sharders))
+
+    def _description(self) -> dict[str, str]:
+        return {
+            name: f"{self._num_embeddings[name]} embeddings, {describe(options)}"
+            for name, options in self.planned.items()
+        }
+
+    def _with_dynamic(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+        modules: dict[str, Any] = {}
+        for path, module_plan in plan.plan.items():
+            entries = dict(module_plan)
+            for name in entries:
+                if name in self.planned:
+                    entries[name] = self._sharding(name)
+            modules[path] = EmbeddingModuleShardingPlan(entries)
+        return ShardingPlan(plan=modules)
+
+    def _sharding(self, name: str) -> DynamicEmbParameterSharding:
+        options = self.planned[name]
+        world, device = self._topology.world_size, self._topology.compute_device
+        rows, dim = options.max_capacity, options.dim
+        assert rows is not None and dim is not None
+        per_node = self._topology.local_world_size or world
+        return DynamicEmbParameterSharding(
+            sharding_type=ShardingType.ROW_WISE.value,
+            compute_kernel=EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value,
+            ranks=list(range(world)),
+            sharding_spec=EnumerableShardingSpec(
+                [
+                    ShardMetadata(
+                        shard_offsets=[rank * rows, 0],
+                        shard_sizes=[rows, dim],
+                        placement=f"rank:{rank}/{device}"
+                        + (f":{rank % per_node}" if device == "cuda" else ""),
+                    )
+                    for rank in range(world)
+                ]
+            ),
+            output_dtype=self._constraints[name].output_dtype,
+            dynamicemb_options=options,
+            num_embeddings=self._num_embeddings[name],
+        )
+
+
+def describe(options: DynamicEmbTableOptions) -> str:
+    """All options in a line, for comparing ranks: `==` compares only what groups tables."""
+    # A device belongs to a rank, and so does the store that a function makes.
+    own = ("device_id", "external_storage")
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in own}
+    values["external_storage"] = options.external_storage is not None
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

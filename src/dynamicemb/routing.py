@@ -1,0 +1,311 @@
+"""The way of a batch to the owners of its keys.
+
+    keys of this rank ──route──► sent to owners ──► keys that this rank owns, of all ranks' batches
+
+On one rank nothing is sent. Bags travel with their lengths, single keys with a count for each cell (a
+feature, or a whole table where duplicates are dropped). What arrives is put in the order feature, sender,
+sample: the order of the global batch, so that sums do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
+from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+import embstore
+from dynamicemb.exchange import all_to_all
+from embstore.batch import as_key_tensor, as_weights
+from embstore.routing import Route, route_keys
+
+
+@dataclass
+class OwnedKeys(Multistreamable):
+    """The keys of all ranks' batches that this rank owns.
+
+    keys     (n) in the order feature, sender, sample
+    offsets  bags: (features x samples + 1); single keys: (cells x senders + 1)
+    samples  batch size of each rank (bags)
+    runs     single keys: where each run of keys goes in the answer, in rows
+    """
+
+    keys: torch.Tensor
+    offsets: torch.Tensor
+    device: torch.device
+    weights: torch.Tensor | None = None
+    samples: list[int] = field(default_factory=list)
+    mean_scale: torch.Tensor | None = None  # (own samples, features): 1 / length of the bags
+    runs: torch.Tensor | None = None
+    index: torch.Tensor | None = None  # of the own batch into the replies; None: they are in order
+    asked: list[int] = field(default_factory=list)  # keys sent to each owner
+    owned: list[int] = field(default_factory=list)  # keys that came from each rank
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Everything is in host memory."""
+
+    # TorchRec asks these of what an input dist returns; the answers are not used.
+    def lengths(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def stride(self) -> int:
+        return 1
+
+    def variable_stride_per_key(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Features [first, last) of one table that are routed together, with or without duplicates."""
+
+    first: int
+    last: int
+    unique: bool = False
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    flat = lengths.reshape(-1)
+    offsets = torch.zeros(flat.numel() + 1, dtype=torch.int64)
+    torch.cumsum(flat, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
+
+
+def _lengths(features: KeyedJaggedTensor) -> torch.Tensor:
+    if features.variable_stride_per_key():
+        raise ValueError("features should have one batch size: dynamic tables do not take variable strides")
+    return features.lengths().to("cpu").view(len(features.keys()), features.stride())
+
+
+class _Step(Awaitable[Any]):
+    """A wait that runs a function, once."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self._function = function
+
+    def _wait_impl(self) -> Any:
+        return self._function()
+
+
+class _Routing(BaseSparseFeaturesDist[Any]):
+    """Base: a header to every rank first, then the keys. A rank with bad input says so in the header, so
+    that all of them raise and none waits."""
+
+    header = 0
+
+    def __init__(self, ownership: embstore.Ownership, group: dist.ProcessGroup | None, world: int) -> None:
+        super().__init__()
+        self._ownership, self._group, self._world = ownership, group, world
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[OwnedKeys]]:
+        if self._world == 1:
+            return NoWait(NoWait(self.alone(sparse_features)))
+        error, prepared = None, None
+        sent = torch.zeros((self._world, 1 + self.header), dtype=torch.int64)
+        try:
+            prepared, headers = self.prepare(sparse_features)
+            sent[:, 1:] = headers
+        except Exception as failure:  # every rank gets to know
+            error = failure
+            sent[:, 0] = 1
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+
+        def exchange() -> Awaitable[OwnedKeys]:
+            work.wait()
+            if error is not None:
+                raise error
+            failed = received[:, 0].nonzero().view(-1).tolist()
+            if failed:
+                raise RuntimeError(
+                    f"the input of dynamic tables should be valid but is not on ranks: {failed}"
+                )
+            return self.exchange(prepared, received[:, 1:])
+
+        return _Step(exchange)
+
+    def alone(self, features: KeyedJaggedTensor) -> OwnedKeys:
+        raise NotImplementedError
+
+    def prepare(self, features: KeyedJaggedTensor) -> tuple[Any, torch.Tensor]:
+        raise NotImplementedError
+
+    def exchange(self, prepared: Any, headers: torch.Tensor) -> Awaitable[OwnedKeys]:
+        raise NotImplementedError
+
+
+def _regroup(parts: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Segments that lie by (sender, cell), as sizes[sender][cell] says, in the order (cell, sender)."""
+    pieces = iter(torch.split(parts, [size for of_sender in sizes for size in of_sender]))
+    by_sender = [[next(pieces) for _ in of_sender] for of_sender in sizes]
+    return torch.cat([piece for cell in zip(*by_sender) for piece in cell])
+
+
+@dataclass
+class _Bags:
+    route: Route
+    weights: torch.Tensor | None
+    mean_scale: torch.Tensor | None
+    own: int
+    device: torch.device
+
+
+class BagRouting(_Routing):
+    """Routing of bags: each owner sums its share of every bag.
+
+    mean      for each feature: whether its bags are averaged
+    weighted  whether keys have weights. Those of averaged bags are divided by their sum, as TorchRec's
+              row-wise sharding does
+    """
+
+    header = 2  # samples, keys
+
+    def __init__(
+        self,
+        ownership: embstore.Ownership,
+        group: dist.ProcessGroup | None,
+        world: int,
+        mean: Sequence[bool],
+        weighted: bool,
+    ) -> None:
+        super().__init__(ownership, group, world)
+        self._mean = torch.tensor(mean, dtype=torch.bool)
+        self._weighted = weighted
+
+    def _inputs(self, features: KeyedJaggedTensor) -> tuple[Any, ...]:
+        lengths = _lengths(features)
+        keys = as_key_tensor(features.values(), "features")
+        offsets = _offsets(lengths)
+        weights = None
+        if self._weighted:
+            if features.weights_or_none() is None:
+                raise ValueError("features should have weights: the collection is weighted")
+            weights = as_weights(features.weights(), keys.numel())
+            if self._mean.any():
+                weights = self._averaging(weights, lengths, offsets)
+        return keys, lengths, offsets, weights, features.device()
+
+    def _averaging(self, weights: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(lengths.numel()).index_add_(
+            0, torch.repeat_interleave(lengths.reshape(-1).long()), weights
+        )
+        sums[~self._mean.repeat_interleave(lengths.shape[1])] = 1.0
+        sums[sums == 0.0] = 1.0
+        return weights / sums.repeat_interleave(lengths.reshape(-1).long())
+
+    def alone(self, features: KeyedJaggedTensor) -> OwnedKeys:
+        keys, lengths, offsets, weights, device = self._inputs(features)
+        return OwnedKeys(keys, offsets, device, weights, samples=[lengths.shape[1]])
+
+    def prepare(self, features: KeyedJaggedTensor) -> tuple[_Bags, torch.Tensor]:
+        keys, lengths, offsets, weights, device = self._inputs(features)
+        route = route_keys(keys, offsets, self._world, self._ownership)
+        if weights is not None:
+            weights = torch.empty_like(weights).scatter_(0, route.index, weights)
+        scale = None
+        if self._mean.any() and weights is None:
+            scale = 1.0 / lengths.T.clamp(min=1).float()
+            scale[:, ~self._mean] = 1.0
+        own = lengths.shape[1]
+        headers = torch.stack([torch.full((self._world,), own), route.counts.sum(1)], 1)
+        return _Bags(route, weights, scale, own, device), headers
+
+    def exchange(self, prepared: _Bags, headers: torch.Tensor) -> Awaitable[OwnedKeys]:
+        samples: list[int] = headers[:, 0].tolist()
+        owned: list[int] = headers[:, 1].tolist()
+        features = self._mean.numel()
+        route, group = prepared.route, self._group
+        assert group is not None
+        asked: list[int] = route.counts.sum(1).tolist()
+        cells = [features * prepared.own] * self._world
+        lengths, of_lengths = all_to_all(
+            route.counts.view(-1), cells, [features * s for s in samples], group, async_op=True
+        )
+        keys, of_keys = all_to_all(route.keys, asked, owned, group, async_op=True)
+        weights, of_weights = None, None
+        if prepared.weights is not None:
+            weights, of_weights = all_to_all(prepared.weights, asked, owned, group, async_op=True)
+
+        def finish() -> OwnedKeys:
+            of_lengths.wait()
+            of_keys.wait()
+            if of_weights is not None:
+                of_weights.wait()
+            by_sender = [
+                part.view(features, s)
+                for part, s in zip(lengths.split([features * s for s in samples]), samples, strict=True)
+            ]
+            sizes = [part.sum(1).tolist() for part in by_sender]
+            return OwnedKeys(
+                _regroup(keys, sizes),
+                _offsets(torch.cat(by_sender, 1)),
+                prepared.device,
+                None if weights is None else _regroup(weights, sizes),
+                samples=samples,
+                mean_scale=prepared.mean_scale,
+            )
+
+        return _Step(finish)
+
+
+class KeyRouting(_Routing):
+    """Routing of single keys: each owner answers with their vectors."""
+
+    def __init__(
+        self,
+        ownership: embstore.Ownership,
+        group: dist.ProcessGroup | None,
+        world: int,
+        cells: Sequence[Cell],
+    ) -> None:
+        super().__init__(ownership, group, world)
+        self._cells = list(cells)
+        self._unique = [cell.unique for cell in cells]
+        self.header = len(cells)
+
+    def _inputs(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, list[int]]:
+        keys = as_key_tensor(features.values(), "features")
+        ends = features.offset_per_key()
+        return keys, [*(ends[cell.first] for cell in self._cells), ends[-1]]
+
+    def alone(self, features: KeyedJaggedTensor) -> OwnedKeys:
+        keys, bounds = self._inputs(features)
+        offsets = torch.tensor(bounds, dtype=torch.int64)
+        return OwnedKeys(keys, offsets, features.device(), runs=offsets[:-1])
+
+    def prepare(self, features: KeyedJaggedTensor) -> tuple[Any, torch.Tensor]:
+        keys, bounds = self._inputs(features)
+        offsets = torch.tensor(bounds, dtype=torch.int64)
+        route = route_keys(keys, offsets, self._world, self._ownership, unique=self._unique)
+        return (route, features.device()), route.counts
+
+    def exchange(self, prepared: Any, headers: torch.Tensor) -> Awaitable[OwnedKeys]:
+        route, device = prepared
+        group = self._group
+        assert group is not None
+        asked: list[int] = route.counts.sum(1).tolist()
+        owned: list[int] = headers.sum(1).tolist()
+        keys, work = all_to_all(route.keys, asked, owned, group, async_op=True)
+
+        def finish() -> OwnedKeys:
+            work.wait()
+            sizes = headers.tolist()  # sender, cell
+            starts = _offsets(headers)[:-1].view(headers.shape)
+            return OwnedKeys(
+                _regroup(keys, sizes),
+                _offsets(headers.T),
+                device,
+                runs=starts.T.reshape(-1),
+                index=route.index,
+                asked=asked,
+                owned=owned,
+            )
+
+        return _Step(finish)

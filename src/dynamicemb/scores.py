@@ -1,0 +1,96 @@
+"""Scores of the tables of a model: reading the current ones, setting customized ones."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+import embstore
+from dynamicemb.discovery import Collection, find_collections, resolve
+from dynamicemb.tables import DynamicTable
+
+_CUSTOMIZED = embstore.ScoreStrategy.CUSTOMIZED
+
+
+def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
+    """The score that the next training forward will give its keys, by collection path and table.
+
+    None when the model has no dynamic table, or when none of them has such a score. A table without one
+    is left out: CUSTOMIZED before the first `set_score`, and LFU, whose keys have a count each.
+
+        scores = get_score(model)          # {"model.ebc": {"user": 17}}
+    """
+    scores: dict[str, dict[str, int]] = {}
+    for path, collection in find_collections(model).items():
+        of_tables = {name: t.table.score for name, t in collection.tables.items()}
+        known = {name: score for name, score in of_tables.items() if score}
+        if known:
+            scores[path] = known
+    return scores or None
+
+
+def set_score(model: nn.Module, table_score: int | Mapping[str, Mapping[str, int]]) -> None:
+    """Sets the score that CUSTOMIZED tables give to the keys of the following training forwards.
+
+    An int counts for all tables; {collection: {table: score}} for those it names. Stored scores stay.
+    Everything is checked before anything is set: a score that is no integer from 1 to 2^64 - 1, or a
+    table of another strategy, raises ValueError. A score below the table's last one warns, unless the
+    environment says DYNAMICEMB_CSTM_SCORE_CHECK=0.
+
+        set_score(model, {"model.ebc": {"user": 20261115}})
+    """
+    collections = find_collections(model)
+    wanted = list(_wanted(collections, table_score))
+    for table, score in wanted:
+        if isinstance(score, bool) or not isinstance(score, int) or not 0 < score < 1 << 64:
+            raise ValueError(
+                f"the score of table {table.name!r} should be an integer from 1 to 2^64 - 1 but is: {score!r}"
+            )
+        if table.table.options.score_strategy != _CUSTOMIZED:
+            raise ValueError(
+                f"the score of table {table.name!r} should not be set: its score strategy is "
+                f"{table.table.options.score_strategy.name}, not CUSTOMIZED"
+            )
+    check = os.environ.get("DYNAMICEMB_CSTM_SCORE_CHECK") != "0"
+    for table, score in wanted:
+        if check and score < table.table.score:
+            warnings.warn(
+                f"the new score of table {table.name!r}, {score}, is below its last one, {table.table.score}",
+                UserWarning,
+                stacklevel=2,
+            )
+        table.table.score = score
+
+
+def _wanted(
+    collections: Mapping[str, Collection], table_score: int | Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[DynamicTable, int]]:
+    if not isinstance(table_score, Mapping):
+        for collection in collections.values():
+            for table in collection.tables.values():
+                yield table, table_score
+        return
+    for name, of_tables in table_score.items():
+        collection = resolve(collections, name)
+        if collection is None:
+            warnings.warn(
+                f"set_score found no collection {name!r}; there are: {', '.join(collections) or 'none'}",
+                UserWarning,
+                stacklevel=3,
+            )
+            continue
+        if not isinstance(of_tables, Mapping):
+            raise ValueError(f"the scores of {name!r} should be a dict by table but are: {of_tables!r}")
+        for table_name, score in of_tables.items():
+            if table_name not in collection.tables:
+                warnings.warn(
+                    f"set_score found no dynamic table {table_name!r} in {collection.path!r}; there are: "
+                    f"{', '.join(collection.tables)}",
+                    UserWarning,
+                    stacklevel=3,
+                )
+                continue
+            yield collection.tables[table_name], score

@@ -1,0 +1,25 @@
+"""Dumps of tables: written by all ranks together, published when complete, read at any world size.
+
+embstore.dump(path, {"model": {"user": table}}, optim=True)
+embstore.load(path, {"model": {"user": table}}, optim=True)
+embstore.open_dump(path)["model"]["user"].values
+"""
+
+from embstore.checkpoint.dumping import DumpHandle, dump
+from embstore.checkpoint.increments import IncrementLog
+from embstore.checkpoint.loading import load
+from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
+from embstore.checkpoint.reading import Dump, DumpTable, open_dump
+
+__all__ = [
+    "CheckpointError",
+    "Dump",
+    "DumpHandle",
+    "DumpTable",
+    "IncrementLog",
+    "Ranks",
+    "dump",
+    "load",
+    "open_dump",
+    "ranks_of",
+]

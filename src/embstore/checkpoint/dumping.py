@@ -1,0 +1,184 @@
+"""The call that dumps tables, now or while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from embstore import _core
+from embstore.checkpoint.layouts import WRITTEN
+from embstore.checkpoint.ranks import Ranks, ranks_of
+from embstore.checkpoint.sources import Source, table_source
+from embstore.checkpoint.writing import DumpJob, Order, Progress
+from embstore.ownership import Ownership
+from embstore.table import Table
+
+Tables = Mapping[str, Mapping[str, Table]]  # collection -> table name -> table
+
+# How keys are spread over ranks: one rule, or one for each table of each collection.
+OwnershipOf = Ownership | Mapping[str, Mapping[str, Ownership]]
+
+MOST_THREADS = 4
+
+
+def ownership_of(ownership: OwnershipOf, collection: str, table: str) -> Ownership:
+    return Ownership(ownership[collection][table] if isinstance(ownership, Mapping) else ownership)
+
+
+class Pace:
+    """Keeps a background dump out of the way of training.
+
+    The thread runs where nobody else wants to, and as usual for a small share of the time, so that a
+    machine with no idle moment finishes the dump as well. Once somebody waits for it, it hurries.
+    """
+
+    SHARE = 0.05
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._spent = 0.0
+        self._idle = False
+        self._mark = time.thread_time()
+        self._thread = threading.get_native_id()
+        self._hurry = False
+
+    def __call__(self) -> None:
+        """To be called by the thread itself, between small pieces of work."""
+        now = time.thread_time()
+        if not self._idle:
+            self._spent += now - self._mark
+        self._mark = now
+        if not self._hurry:
+            self._set(self._spent > self.SHARE * (time.monotonic() - self._start))
+
+    def hurry(self) -> None:
+        """May be called by any thread."""
+        self._hurry = True
+        self._set(False)
+
+    def _set(self, idle: bool) -> None:
+        self._idle = idle
+        with contextlib.suppress(OSError):  # a hint: where it is refused training is a little slower
+            policy = os.SCHED_IDLE if idle else os.SCHED_OTHER
+            os.sched_setscheduler(self._thread, policy, os.sched_param(0))
+
+
+class DumpHandle:
+    """A dump that is being written. Training may go on; what is written is the state at the call."""
+
+    def __init__(self, job: DumpJob, ranks: Ranks) -> None:
+        self.path = job.path
+        self._error: BaseException | None = None
+        self._pace: Pace | None = None
+        self._hurry = False
+        self._thread = threading.Thread(target=self._run, args=(job, ranks), name="embstore-dump")
+        self._thread.start()
+
+    def _run(self, job: DumpJob, ranks: Ranks) -> None:
+        self._pace = Pace()
+        if self._hurry:
+            self._pace.hurry()
+        try:
+            job.run(ranks, threads=1, between_blocks=self._pace)
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it is published, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Returns when the dump is published; raises what went wrong on any rank."""
+        self._hurry = True
+        if self._pace:
+            self._pace.hurry()
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the dump to {self.path} is not complete after {timeout_seconds} seconds")
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Returns when nothing is being written any more, whatever became of it."""
+        with contextlib.suppress(BaseException):
+            self.wait()
+
+
+_running: list[DumpHandle] = []
+
+
+def dump(
+    path: str | os.PathLike[str],
+    tables: Tables,
+    *,
+    optim: bool = False,
+    group: Any = None,
+    ownership: OwnershipOf = Ownership.ROUNDROBIN,
+    layout: str = "v1a",
+    async_: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> DumpHandle | None:
+    """Writes tables to a folder: {path}/{collection}/{table}_keys, _values and so on.
+
+    Called on all ranks of `group` (a torch process group; None is the default one, or this process
+    alone), each with its own tables. With optim, optimizer states are written too. The folder appears
+    when it is complete; on failure every rank raises and nothing is left. A folder that has files is
+    refused unless `overwrite`, which swaps it in one step.
+
+    With async_, returns a `DumpHandle` at once: training may go on, and what is written are the rows,
+    states and scores at the call.
+
+        embstore.dump("/data/monday", {"model": {"user": table}}, optim=True)
+    """
+    if layout not in WRITTEN:
+        raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
+    while _running:
+        _running.pop().finish()  # a table has one snapshot at a time
+    ranks = ranks_of(group)
+    order = Order(layout, bool(optim), overwrite=overwrite)
+    sources = snapshot_all(tables, order.optim, ranks, ownership)
+    job = start(Path(path), {ranks.rank: sources}, ranks.world, order, ranks)
+    if async_:
+        handle = DumpHandle(job, ranks.background())
+        _running.append(handle)
+        return handle
+    job.run(ranks, min(_core.get_num_threads(), MOST_THREADS), progress)
+    return None
+
+
+def snapshot_all(tables: Tables, optim: bool, ranks: Ranks, ownership: OwnershipOf) -> list[Source]:
+    """A source for every table, in an order that is the same on all ranks."""
+    sources: list[Source] = []
+
+    def take() -> None:
+        for collection in sorted(tables):
+            for name in sorted(tables[collection]):
+                if tables[collection][name].name != name:
+                    raise ValueError(f"tables should be named as they are but {name!r} is not")
+                by = ownership_of(ownership, collection, name)
+                sources.append(table_source(collection, tables[collection][name], optim, by))
+
+    try:
+        ranks.agree(take)
+    except BaseException:
+        for source in sources:
+            source.end()
+        raise
+    return sources
+
+
+def start(path: Path, parts: dict[int, list[Source]], world: int, order: Order, ranks: Ranks) -> DumpJob:
+    """Agrees on sizes and makes the draft folder."""
+    try:
+        return DumpJob(path, parts, world, order, ranks)
+    except BaseException:
+        for sources in parts.values():
+            for source in sources:
+                source.end()
+        raise

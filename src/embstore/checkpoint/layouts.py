@@ -1,0 +1,334 @@
+"""The files of a table: which there are in each layout, and what a row has in each of them.
+
+    v1a       user_keys  user_values  user_scores  user_opt_state_m_keys  user_opt_state_m_values  ...
+    v1b       user_keys  user_values ([vector | states])  user_scores
+    v2-alpha  user_emb_keys.rank_0.world_size_2  ...  user_opt_values.rank_0.world_size_2
+    v2        user_emb_keys.rank_0.world_size_2  ...  user_emb_opt_values.rank_0.world_size_2
+
+We write v1a and v2, and read all four. See docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embstore.checkpoint.names import STATE_MARK, file_stem
+from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.spec import FILE_STATES, ORIGINAL_TYPES, TableSpec
+
+WRITTEN = ("v1a", "v2")
+_RANKED = re.compile(r"(?P<stem>.+)_emb_keys\.rank_(?P<rank>\d+)\.world_size_(?P<world>\d+)")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One file of a table to be written: `kind` is keys, values, scores, ages or states."""
+
+    file: str
+    kind: str
+    row_bytes: int
+    begin: int = 0  # states: the first float and how many
+    width: int = 0
+
+
+def columns_to_write(spec: TableSpec, layout: str, optim: bool, rank: int, world: int) -> list[Column]:
+    """The row-wise files of one rank; in v1a all ranks share them."""
+    stem = file_stem(spec.name)
+    if layout == "v1a":
+        columns = [
+            Column(f"{stem}_keys", "keys", 8),
+            Column(f"{stem}_values", "values", 4 * spec.dim),
+            Column(f"{stem}_scores", "scores", 8),
+        ]
+        for name, begin, width in spec.file_states() if optim else []:
+            state = f"{stem}{STATE_MARK}{name}"
+            columns.append(Column(f"{state}_keys", "keys", 8))
+            columns.append(Column(f"{state}_values", "states", 4 * width, begin, width))
+            if not spec.keeps_ages:
+                columns.append(Column(f"{state}_scores", "scores", 8))
+        return columns
+    tail = f".rank_{rank}.world_size_{world}"
+    columns = [
+        Column(f"{stem}_emb_keys{tail}", "keys", 8),
+        Column(f"{stem}_emb_values{tail}", "values", 4 * spec.dim),
+        Column(f"{stem}_emb_scores{tail}", "ages" if spec.keeps_ages else "scores", 8),
+    ]
+    if optim:
+        width = spec.state_width
+        columns.append(Column(f"{stem}_emb_opt_values{tail}", "states", 4 * width, 0, width))
+    return columns
+
+
+def arguments_file(spec: TableSpec, layout: str, optim: bool, ownership: str) -> tuple[str, str] | None:
+    """Name and text of the table's JSON file, if the layout has one."""
+    if layout == "v2":
+        arguments = spec.original_arguments(ownership)
+    elif optim:
+        arguments = spec.optimizer_arguments()
+    else:
+        return None
+    return f"{file_stem(spec.name)}_opt_args.json", json.dumps(arguments, indent=4)
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Columns [begin, begin + width) of a file of float32 rows that are `row_width` wide."""
+
+    path: Path
+    row_width: int
+    begin: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files whose rows belong together: all of a table in v1, those of one rank in v2."""
+
+    rows: int
+    keys: Path
+    values: Floats
+    scores: Path | None
+    # name in files -> where; with keys of their own in v1a
+    states: dict[str, Floats] = field(default_factory=dict)
+    state_keys: dict[str, Path] = field(default_factory=dict)
+    rank: int | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        paths = [self.keys, self.values.path, *([self.scores] if self.scores else [])]
+        paths += [state.path for state in self.states.values()]
+        paths += self.state_keys.values()
+        return list(dict.fromkeys(paths))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of one table in a folder."""
+
+    layout: str
+    world: int | None  # of v2
+    parts: list[Part]
+    arguments: dict[str, Any]  # of {table}_opt_args.json, or empty
+
+
+def stems_in(folder: Path) -> list[str]:
+    """The stems of all tables whose key files are in the folder."""
+    stems = set()
+    for path in folder.iterdir():
+        ranked = _RANKED.fullmatch(path.name)
+        if ranked:
+            stems.add(ranked["stem"])
+        elif path.name.endswith("_keys") and STATE_MARK not in path.name:
+            stems.add(path.name.removesuffix("_keys"))
+    return sorted(stems)
+
+
+def _rows(path: Path, item: int, what: str) -> int:
+    size = path.stat().st_size
+    if size % item:
+        raise CheckpointError(f"{path}: its {size} bytes are no whole number of {what} of {item} bytes")
+    return size // item
+
+
+def _require(path: Path, rows: int, row_bytes: int) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is missing")
+    size = path.stat().st_size
+    if size != rows * row_bytes:
+        kind = "truncated" if size < rows * row_bytes else "too long"
+        raise CheckpointError(
+            f"{path}: is {kind}: {rows} rows of {row_bytes} bytes should be {rows * row_bytes} bytes "
+            f"but are: {size}"
+        )
+
+
+def _width(path: Path, rows: int) -> int:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is missing")
+    if rows == 0:
+        _require(path, 0, 4)
+        return 0
+    return _rows(path, 4 * rows, f"{rows} rows of float32, each")
+
+
+def find(folder: Path, stem: str, expected: TableSpec | None, states: bool = True) -> Found:
+    """The files of a table, their sizes checked. `expected` tells apart what the files leave open.
+
+    Without `states` those of the optimizer are passed by.
+    """
+    ranked = [
+        match
+        for match in (_RANKED.fullmatch(path.name) for path in folder.iterdir())
+        if match and match["stem"] == stem
+    ]
+    plain = folder / f"{stem}_keys"
+    arguments = _arguments(folder / f"{stem}_opt_args.json")
+    if ranked and plain.is_file():
+        raise CheckpointError(f"{plain}: layouts are mixed, there is {ranked[0].string} beside it")
+    if ranked:
+        return _find_v2(folder, stem, ranked, arguments, expected, states)
+    if not plain.is_file():
+        raise CheckpointError(f"{plain}: is missing (nor is there {stem}_emb_keys.rank_*)")
+    return _find_v1(folder, stem, arguments, expected, states)
+
+
+def _arguments(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        arguments = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not a JSON document: {error}") from error
+    if not isinstance(arguments, dict):
+        raise CheckpointError(f"{path}: should be a JSON object")
+    return arguments
+
+
+def _dim(path: Path, width: int, expected: TableSpec | None) -> int:
+    if expected is None:
+        return width
+    if width and width < expected.dim:
+        raise CheckpointError(
+            f"{path}: its vectors have {width} components "
+            f"but dim of table {expected.name!r} is: {expected.dim}"
+        )
+    return expected.dim
+
+
+def _find_v1(
+    folder: Path, stem: str, arguments: dict[str, Any], expected: TableSpec | None, with_states: bool
+) -> Found:
+    keys, values, scores = (folder / f"{stem}_{name}" for name in ("keys", "values", "scores"))
+    rows = _rows(keys, 8, "keys")
+    width = _width(values, rows)
+    dim = _dim(values, width, expected)
+    states: dict[str, Floats] = {}
+    state_keys: dict[str, Path] = {}
+    layout = "v1a"
+    prefix = f"{stem}{STATE_MARK}"
+    for path in sorted(folder.iterdir()):
+        if not (with_states and path.name.startswith(prefix) and path.name.endswith("_keys")):
+            continue
+        name = path.name[len(prefix) : -len("_keys")]
+        state_values = folder / f"{prefix}{name}_values"
+        state_width = _width(state_values, _rows(path, 8, "keys"))
+        states[name] = Floats(state_values, state_width, 0, state_width)
+        state_keys[name] = path
+    if not states and expected is None and arguments:
+        dim = _dim_of_concatenated(values, width, arguments)
+    if width > dim:
+        if states:
+            raise CheckpointError(f"{values}: layouts are mixed, states are in it and beside it")
+        layout = "v1b"
+        if with_states:
+            states = _concatenated_states(values, width, dim, arguments, expected)
+    if scores.is_file():
+        _require(scores, rows, 8)
+    part = Part(
+        rows,
+        keys,
+        Floats(values, width or dim, 0, dim),
+        scores if scores.is_file() else None,
+        states,
+        state_keys,
+    )
+    return Found(layout, None, [part], arguments)
+
+
+def _dim_of_concatenated(path: Path, width: int, arguments: dict[str, Any]) -> int:
+    if "beta1" not in arguments and "eps" not in arguments:
+        return width
+    if "beta1" in arguments:
+        if width % 3 == 0:
+            return width // 3
+    elif width % 2 == 0:
+        # Adagrad has as much state as vector; a rowwise table can not be told from it, and its user
+        # gives the dim by loading into a table.
+        return width // 2
+    raise CheckpointError(f"{path}: rows of {width} floats do not fit the optimizer of its opt_args.json")
+
+
+def _concatenated_states(
+    path: Path, width: int, dim: int, arguments: dict[str, Any], expected: TableSpec | None
+) -> dict[str, Floats]:
+    names = expected.file_states() if expected else None
+    if names is None:
+        kind = "adam" if "beta1" in arguments else "adagrad"
+        names = [(name, i * dim, dim) for i, name in enumerate(FILE_STATES[kind].values())]
+    return _slices(path, width, dim, names, expected)
+
+
+def _slices(
+    path: Path, width: int, first: int, names: list[tuple[str, int, int]], expected: TableSpec | None
+) -> dict[str, Floats]:
+    """Where each state lies in rows that are `width` wide, states beginning at column `first`."""
+    total = sum(state_width for _, _, state_width in names)
+    # A rowwise state fills 16 bytes of the table's dtype, of which the first element counts.
+    padded = total == 1 and width - first in (1, 4, 8)
+    if width - first != total and not padded:
+        name = expected.name if expected else "?"
+        raise CheckpointError(
+            f"{path}: its rows have {width - first} floats of optimizer state "
+            f"but those of table {name!r} have: {total}"
+        )
+    return {name: Floats(path, width, first + begin, state_width) for name, begin, state_width in names}
+
+
+def _find_v2(
+    folder: Path,
+    stem: str,
+    ranked: list[re.Match[str]],
+    arguments: dict[str, Any],
+    expected: TableSpec | None,
+    with_states: bool,
+) -> Found:
+    worlds = sorted({int(match["world"]) for match in ranked})
+    if len(worlds) > 1:
+        raise CheckpointError(f"{folder / stem}_emb_keys: files of different world sizes are mixed: {worlds}")
+    world = worlds[0]
+    layout, parts = "v2", []
+    for rank in range(world):
+        tail = f".rank_{rank}.world_size_{world}"
+        keys, values, scores = (folder / f"{stem}_emb_{n}{tail}" for n in ("keys", "values", "scores"))
+        if not keys.is_file():
+            raise CheckpointError(f"{keys}: is missing, a file of rank {rank} of {world}")
+        rows = _rows(keys, 8, "keys")
+        width = _width(values, rows)
+        dim = _dim(values, width, expected)
+        if width > dim:
+            raise CheckpointError(f"{values}: its vectors have {width} components but dim is: {dim}")
+        states: dict[str, Floats] = {}
+        newest, alpha = folder / f"{stem}_emb_opt_values{tail}", folder / f"{stem}_opt_values{tail}"
+        if alpha.is_file() and not newest.is_file():
+            layout, newest = "v2-alpha", alpha
+        if newest.is_file() and with_states:
+            names = expected.file_states() if expected else _original_states(arguments, dim)
+            state_width = _width(newest, rows)
+            if state_width:
+                states = _slices(newest, state_width, 0, names, expected)
+            else:
+                states = {name: Floats(newest, w, begin, w) for name, begin, w in names}
+        if scores.is_file():
+            _require(scores, rows, 8)
+        parts.append(
+            Part(
+                rows,
+                keys,
+                Floats(values, dim, 0, dim),
+                scores if scores.is_file() else None,
+                states,
+                rank=rank,
+            )
+        )
+    return Found(layout, world, parts, arguments)
+
+
+def _original_states(arguments: dict[str, Any], dim: int) -> list[tuple[str, int, int]]:
+    kinds = {original: ours for ours, original in ORIGINAL_TYPES.items()}
+    kind = kinds.get(arguments.get("opt_type", ""), "adam" if "beta1" in arguments else "sgd")
+    width = 1 if kind == "rowwise_adagrad" else dim
+    return [(name, i * width, width) for i, name in enumerate(FILE_STATES.get(kind, {}).values())]

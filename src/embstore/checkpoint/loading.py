@@ -1,0 +1,209 @@
+"""Loading a dump of any layout and world size into tables.
+
+Everything is checked on all ranks (sizes, descriptions, checksums) before the first row is placed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
+from embstore.checkpoint.names import file_stem
+from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
+from embstore.checkpoint.reading import Dump, DumpTable, PartReader, verify
+from embstore.checkpoint.sources import block_rows
+from embstore.checkpoint.spec import ORIGINAL_TYPES, TableSpec
+from embstore.options import ScoreStrategy
+from embstore.ownership import Ownership, owner
+from embstore.table import Rows, Table
+
+
+def load(
+    path: str | os.PathLike[str],
+    tables: Tables,
+    *,
+    optim: bool = False,
+    group: Any = None,
+    ownership: OwnershipOf = Ownership.ROUNDROBIN,
+    check: bool = True,
+) -> None:
+    """Reads tables from a dump: rows of keys that are there are replaced, others are added.
+
+    Called on all ranks of `group`, each with its own tables; a row goes to the rank that owns its key,
+    whatever the world size of the dump. With optim, optimizer states, step, learning rate and seed are
+    read too, so that training continues as if it had not stopped; without, states start fresh.
+
+        embstore.load("/data/monday", {"model": {"user": table}}, optim=True)
+    """
+    ranks = ranks_of(group)
+    pairs: list[tuple[DumpTable, Table]] = []
+
+    def open_all() -> None:
+        pairs.extend(open_tables(Path(path), tables, optim))
+
+    ranks.agree(open_all)
+    if check:
+        verify([stored for stored, _ in pairs], ranks)
+
+    def place_all() -> None:
+        for stored, table in pairs:
+            by = ownership_of(ownership, stored.collection, stored.name)
+            place(stored, table, optim, ranks, by)
+
+    ranks.agree(place_all)
+
+
+def open_tables(path: Path, tables: Tables, optim: bool) -> list[tuple[DumpTable, Table]]:
+    """The stored twin of every table. Raises CheckpointError where one is missing or does not fit."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"path should be the folder of a dump but is: {path}")
+    expected = {c: {n: TableSpec.of(t) for n, t in named.items()} for c, named in tables.items()}
+    wanted = Dump(path, expected, states=optim)
+    pairs = []
+    for collection, named in tables.items():
+        if collection not in wanted:
+            raise CheckpointError(f"{path / file_stem(collection)}: is missing, the folder of a collection")
+        for name, table in named.items():
+            if name not in wanted[collection]:
+                raise CheckpointError(
+                    f"{path / file_stem(collection) / file_stem(name)}_keys: is missing, table {name!r} "
+                    f"is not in the dump"
+                )
+            stored = wanted[collection][name]
+            require_fit(stored, expected[collection][name], optim)
+            pairs.append((stored, table))
+    return pairs
+
+
+def require_fit(stored: DumpTable, table: TableSpec, optim: bool) -> None:
+    """Raises unless rows of the dump may become rows of the table."""
+    place_of = f"{stored.folder / file_stem(stored.name)}"
+
+    def check(what: str, ours: object, theirs: object) -> None:
+        if ours != theirs:
+            raise CheckpointError(
+                f"{place_of}: {what} of table {table.name!r} is {ours!r} but that of the dump is: {theirs!r}"
+            )
+
+    arguments = stored.found.arguments
+    if stored.spec:
+        check("dim", table.dim, stored.spec.dim)
+        check("dtype", table.dtype, stored.spec.dtype)
+        check("score_strategy", table.score_strategy, stored.spec.score_strategy)
+        if optim:
+            check("optimizer", table.engine_optimizer, stored.spec.engine_optimizer)
+    else:
+        ours = table.original_arguments("")
+        if "evict_strategy" in arguments:
+            check("evict_strategy", ours["evict_strategy"], arguments["evict_strategy"])
+        if optim and "opt_type" in arguments and table.engine_optimizer in ORIGINAL_TYPES:
+            check("opt_type", ours["opt_type"], arguments["opt_type"])
+    if optim:
+        names = [name for name, _, _ in table.file_states()]
+        missing = [name for name in names if name not in stored.found.parts[0].states]
+        if missing and stored.rows:
+            raise CheckpointError(
+                f"{place_of}: has no optimizer states ({', '.join(missing)}): it was dumped without optim"
+            )
+        for name, _, width in table.file_states():
+            for part in stored.found.parts if stored.rows else []:
+                if part.states[name].width < width or (part.rows and not part.states[name].row_width):
+                    raise CheckpointError(
+                        f"{part.states[name].path}: state {name!r} should be {width} wide but is: "
+                        f"{part.states[name].width}"
+                    )
+
+
+def place(stored: DumpTable, table: Table, optim: bool, ranks: Ranks, ownership: Ownership) -> None:
+    """Puts the rows of this rank into the table, then its counters."""
+    room = min(table.stats().max_capacity, max(len(table), stored.rows // ranks.world))
+    table.reserve(room)
+    place_blocks(stored, table, optim, ranks, ownership, fresh_state(TableSpec.of(table)))
+    restore_counters(stored, table, optim)
+
+
+def place_blocks(
+    stored: DumpTable,
+    table: Table,
+    optim: bool,
+    ranks: Ranks,
+    ownership: Ownership,
+    fresh: npt.NDArray[np.float32],
+) -> None:
+    """Assigns the rows of this rank. Without optim their states become `fresh`."""
+    spec = TableSpec.of(table)
+    default_score = max(table.score, 1) if spec.score_strategy != "lfu" else 1
+    blocks = owned_blocks(stored, ranks, ownership, block_rows(spec))
+    # The next block is read while this one is placed.
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(next, blocks, None)
+        while (rows := ahead.result()) is not None:
+            ahead = pool.submit(next, blocks, None)
+            scores = rows.scores if stored.has_scores else np.full(len(rows), default_score, np.uint64)
+            states = rows.states if optim else np.broadcast_to(fresh, (len(rows), len(fresh)))
+            table.insert_or_assign(rows.keys, rows.values, states=states, scores=np.maximum(scores, 1))
+
+
+def fresh_state(spec: TableSpec) -> npt.NDArray[np.float32]:
+    """The optimizer state of a new row."""
+    optimizer = spec.optimizer_object()
+    state = [
+        np.full(width, optimizer.initial_accumulator if name in ("sum", "accumulator") else 0.0, np.float32)
+        for name, width in spec.states
+    ]
+    return np.concatenate(state) if state else np.empty(0, np.float32)
+
+
+def owned_blocks(stored: DumpTable, ranks: Ranks, ownership: Ownership, rows_at_once: int) -> Iterator[Rows]:
+    """The rows that belong to this rank, in blocks."""
+    of, entry = stored.manifest, stored.entry
+    same = of is not None and of.world == ranks.world and entry is not None and entry.ownership == ownership
+    for reader in stored.readers:
+        begin, end = 0, reader.part.rows
+        if same and entry and reader.part.rank is None:
+            begin = sum(entry.rows_of_rank[: ranks.rank])
+            end = begin + entry.rows_of_rank[ranks.rank]
+        elif same and reader.part.rank != ranks.rank:
+            continue
+        for first in range(begin, end, rows_at_once):
+            last = min(first + rows_at_once, end)
+            mine = None if same else _mine(reader, first, last, ranks, ownership)
+            rows = reader.read(first, last, mine)
+            if len(rows):
+                yield rows
+
+
+def _mine(
+    reader: PartReader, begin: int, end: int, ranks: Ranks, ownership: Ownership
+) -> npt.NDArray[np.bool_] | None:
+    if ranks.world == 1:
+        return None
+    mask: npt.NDArray[np.bool_] = owner(reader.keys[begin:end], ranks.world, ownership) == ranks.rank
+    return mask
+
+
+def restore_counters(stored: DumpTable, table: Table, optim: bool) -> None:
+    """Score, step, learning rate and seed, as far as the dump has them."""
+    spec, arguments = stored.spec, stored.found.arguments
+    strategy = table.options.score_strategy
+    score = spec.score if spec else int(arguments.get("step_score", 0))
+    if strategy == ScoreStrategy.STEP and not score and stored.rows and stored.has_scores:
+        score = int(max(reader.scores(0, reader.part.rows).max() for reader in stored.readers)) + 1
+    if score and strategy in (ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED):
+        table.score = score
+    if not optim:
+        return
+    if spec:
+        table.optimizer_step = spec.optimizer_step
+        table.learning_rate = spec.learning_rate
+        table.reseed(spec.seed)
+        return
+    table.optimizer_step = int(arguments.get("iters", table.optimizer_step))
+    table.learning_rate = float(arguments.get("lr", table.learning_rate))

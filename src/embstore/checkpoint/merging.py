@@ -1,0 +1,133 @@
+"""Dumps made of dumps: a base with its increments, other layouts, other world sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore.checkpoint.dumping import start
+from embstore.checkpoint.layouts import WRITTEN
+from embstore.checkpoint.ranks import CheckpointError, Ranks
+from embstore.checkpoint.reading import Dump, DumpTable
+from embstore.checkpoint.sources import Source, block_rows, block_source
+from embstore.checkpoint.spec import TableSpec
+from embstore.checkpoint.writing import Order, Progress, removed_file
+from embstore.ownership import Ownership, owner
+from embstore.table import Rows
+
+Array = npt.NDArray[Any]
+
+
+def removed_keys(stored: DumpTable) -> npt.NDArray[np.int64]:
+    """The tombstones of a table of an increment."""
+    path = stored.folder / removed_file(stored.name)
+    return np.fromfile(path, "<i8") if path.is_file() else np.empty(0, np.int64)
+
+
+class Merged:
+    """The rows of a table after its increments: the last word on each key counts."""
+
+    def __init__(self, base: DumpTable, increments: Sequence[DumpTable]) -> None:
+        self._base = base
+        self._increments = increments
+        self.collection = base.collection
+        newest = increments[-1] if increments else base
+        if newest.spec is None:
+            raise CheckpointError(f"{newest.folder}: has no embstore.json, which merging needs")
+        self.spec: TableSpec = newest.spec
+        self.ownership = newest.entry.ownership if newest.entry else Ownership.ROUNDROBIN
+        # For every changed key: the increment that has its row, or -1 when it is gone.
+        keys: list[Array] = []
+        last: list[Array] = []
+        for number, increment in enumerate(increments):
+            for changed, where in ((increment.keys, number), (removed_keys(increment), -1)):
+                keys.append(np.asarray(changed))
+                last.append(np.full(len(changed), where))
+        joined = np.concatenate(keys) if keys else np.empty(0, np.int64)
+        whence = np.concatenate(last) if last else np.empty(0, np.int64)
+        # Of equal keys the stable sort keeps the order in time, so the last of each run counts.
+        order = np.argsort(joined, kind="stable")
+        joined, whence = joined[order], whence[order]
+        final = np.append(joined[1:] != joined[:-1], True) if len(joined) else np.empty(0, bool)
+        self._changed, self._whence = joined[final], whence[final]
+
+    def _source_of(self, keys: Array) -> Array:
+        """Where the row of each key is: the number of an increment, -1 gone, -2 unchanged."""
+        if len(self._changed) == 0:
+            return np.full(len(keys), -2)
+        at = np.minimum(np.searchsorted(self._changed, keys), len(self._changed) - 1)
+        return np.where(self._changed[at] == keys, self._whence[at], -2)
+
+    def blocks(self, rank: int = 0, world: int = 1) -> Iterator[Rows]:
+        """The rows of one rank."""
+        sources = [(-2, self._base), *enumerate(self._increments)]
+        for number, stored in sources:
+            for rows in stored.blocks(block_rows(self.spec)):
+                mine = self._source_of(rows.keys) == number
+                if world > 1:
+                    mine &= owner(rows.keys, world, self.ownership) == rank
+                if mine.all():
+                    yield rows
+                elif mine.any():
+                    yield Rows(rows.keys[mine], rows.values[mine], rows.states[mine], rows.scores[mine])
+
+    def rows_of_rank(self, world: int) -> list[int]:
+        counts = np.zeros(world, np.int64)
+        for number, stored in [(-2, self._base), *enumerate(self._increments)]:
+            for reader in stored.readers:
+                keys = reader.keys
+                kept = keys[self._source_of(keys) == number]
+                counts += np.bincount(owner(kept, world, self.ownership), minlength=world)
+        return [int(count) for count in counts]
+
+
+def rewrite(
+    base: Dump,
+    increments: Sequence[Dump],
+    out: Path,
+    *,
+    layout: str | None = None,
+    world: int | None = None,
+    increment: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> str:
+    """Writes a dump that holds what `base` and then `increments` say; returns the identity of it.
+
+    Without increments this converts between layouts and world sizes. Rows are streamed; only the keys of
+    the increments are held in memory.
+    """
+    of = base.manifest
+    if of is None:
+        raise CheckpointError(f"{base.path}: has no embstore.json, so it does not say what its tables are")
+    layout = of.layout if layout is None else layout
+    if layout not in WRITTEN:
+        raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
+    world = of.world if world is None else world
+    if world < 1:
+        raise ValueError(f"world should be at least 1 but is: {world}")
+    merged = [Merged(table, [_twin(table, dump) for dump in increments]) for table in base.tables]
+    sizes = [table.rows_of_rank(world) for table in merged]
+    parts: dict[int, list[Source]] = {
+        rank: [
+            block_source(t.collection, t.spec, rows[rank], t.blocks(rank, world), ownership=t.ownership)
+            for t, rows in zip(merged, sizes)
+        ]
+        for rank in range(world)
+    }
+    order = Order(layout, of.optim, increment or {}, overwrite)
+    ranks = Ranks()
+    job = start(out, parts, world, order, ranks)
+    job.run(ranks, progress=progress)
+    return job.id
+
+
+def _twin(table: DumpTable, increment: Dump) -> DumpTable:
+    named = increment.get(table.collection, {})
+    if table.name not in named:
+        raise CheckpointError(f"{increment.path}: table {table.name!r} of {table.collection!r} is missing")
+    return named[table.name]

@@ -1,0 +1,110 @@
+"""Where the rows of a dump come from: a table that is being trained, or blocks of other dumps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore.arrays import address
+from embstore.checkpoint.spec import TableSpec
+from embstore.ownership import Ownership
+from embstore.table import Rows, Table
+
+BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of a table that one rank writes: how many, and a reader that several threads may call until
+    it fills a buffer with no more rows. `removed` are the tombstones of an increment."""
+
+    collection: str
+    spec: TableSpec
+    rows: int
+    read: Callable[[Rows], int]
+    end: Callable[[], None] = lambda: None
+    removed: npt.NDArray[np.int64] | None = None
+    ownership: Ownership = Ownership.ROUNDROBIN
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.collection, self.spec.name
+
+
+def table_source(collection: str, table: Table, optim: bool, ownership: Ownership) -> Source:
+    """The rows of a table as they are now, whatever happens to it later. Of a table over a store they are
+    read as they come, and a change in between raises."""
+    if table.store is not None:
+        count = sum(len(rows) for rows in table.export(with_values=False, with_states=False))
+        return block_source(collection, TableSpec.of(table), count, table.export(), ownership=ownership)
+    snapshot: list[Any] = [table.snapshot()]
+
+    def read(buffer: Rows) -> int:
+        return int(
+            snapshot[0].read(
+                len(buffer.keys),
+                address(buffer.keys),
+                address(buffer.values),
+                address(buffer.states) if optim and table.state_width else 0,
+                address(buffer.scores),
+            )
+        )
+
+    return Source(
+        collection, TableSpec.of(table), snapshot[0].rows, read, snapshot.clear, ownership=ownership
+    )
+
+
+def block_source(
+    collection: str,
+    spec: TableSpec,
+    rows: int,
+    blocks: Iterable[Rows],
+    removed: npt.NDArray[np.int64] | None = None,
+    ownership: Ownership = Ownership.ROUNDROBIN,
+) -> Source:
+    """Rows that come in blocks, such as those of another dump."""
+    lock = threading.Lock()
+    coming = iter(blocks)
+    rest: list[Rows] = []
+
+    def read(buffer: Rows) -> int:
+        with lock:
+            block = rest.pop() if rest else next(coming, None)
+            while block is not None and len(block) == 0:
+                block = next(coming, None)
+            if block is None:
+                return 0
+            n = min(len(block), len(buffer))
+            buffer.keys[:n], buffer.values[:n] = block.keys[:n], block.values[:n]
+            buffer.scores[:n] = block.scores[:n]
+            if buffer.states.shape[1]:
+                buffer.states[:n] = block.states[:n]
+            if n < len(block):
+                rest.append(Rows(block.keys[n:], block.values[n:], block.states[n:], block.scores[n:]))
+            return n
+
+    return Source(collection, spec, rows, read, removed=removed, ownership=ownership)
+
+
+def block_rows(spec: TableSpec) -> int:
+    return max(1024, min(65536, BLOCK_BYTES // (4 * (spec.dim + spec.state_width) + 16)))
+
+
+def empty_block(spec: TableSpec, optim: bool) -> Rows:
+    n = block_rows(spec)
+    return Rows(
+        np.empty(n, np.int64),
+        np.empty((n, spec.dim), np.float32),
+        np.empty((n, spec.state_width if optim else 0), np.float32),
+        np.empty(n, np.uint64),
+    )
+
+
+def head(buffer: Rows, n: int) -> Rows:
+    return Rows(buffer.keys[:n], buffer.values[:n], buffer.states[:n], buffer.scores[:n])

@@ -1,0 +1,132 @@
+"""What a dump says about a table besides its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from embstore.optimizers import Optimizer, from_dict
+from embstore.options import ScoreStrategy
+from embstore.table import Table
+
+# The states' names in files: those of the original package where it has the optimizer.
+FILE_STATES = {
+    "adam": {"exp_avg": "m", "exp_avg_sq": "v"},
+    "adagrad": {"sum": "Gt"},
+    "rowwise_adagrad": {"sum": "Gt"},
+}
+ORIGINAL_TYPES = {
+    "sgd": "sgd",
+    "adam": "adam",
+    "adagrad": "exact_adagrad",
+    "rowwise_adagrad": "exact_row_wise_adagrad",
+}
+# Scores of these strategies are nanoseconds of a clock; the newest original layout keeps ages instead.
+CLOCK_STRATEGIES = ("timestamp", "no_eviction")
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table as its dump describes it; everything is plain JSON.
+
+    score           what the next training batch would have given its keys
+    states          name and width of each optimizer state, in the order of a row
+    """
+
+    name: str
+    dim: int
+    dtype: str
+    optimizer: dict[str, Any]
+    states: tuple[tuple[str, int], ...]
+    score_strategy: str
+    score: int
+    seed: int
+    optimizer_step: int
+    learning_rate: float
+    initializer: dict[str, Any]
+    init_capacity: int
+    max_capacity: int
+    bucket_capacity: int
+
+    @property
+    def state_width(self) -> int:
+        return sum(width for _, width in self.states)
+
+    @property
+    def engine_optimizer(self) -> str:
+        """The name of the arithmetic, which decides whether states fit."""
+        return self.optimizer_object().engine_name
+
+    def optimizer_object(self) -> Optimizer:
+        return from_dict(self.optimizer)
+
+    @property
+    def keeps_ages(self) -> bool:
+        return self.score_strategy in CLOCK_STRATEGIES
+
+    def file_states(self) -> list[tuple[str, int, int]]:
+        """(name in files, first column, width) of each state."""
+        known = FILE_STATES.get(self.engine_optimizer, {})
+        columns, begin = [], 0
+        for name, width in self.states:
+            columns.append((known.get(name, name), begin, width))
+            begin += width
+        return columns
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> TableSpec:
+        known = {f.name: values[f.name] for f in fields(TableSpec)}
+        known["states"] = tuple((str(name), int(width)) for name, width in known["states"])
+        return TableSpec(**known)
+
+    @staticmethod
+    def of(table: Table) -> TableSpec:
+        """What there is to say about a table now."""
+        options = table.options
+        return TableSpec(
+            name=table.name,
+            dim=table.dim,
+            dtype=options.dtype.name.lower(),
+            optimizer=options.optimizer.to_dict(),
+            states=tuple(options.optimizer.state_names(table.dim)),
+            score_strategy=options.score_strategy.name.lower(),
+            score=0 if options.score_strategy == ScoreStrategy.LFU else table.score,
+            seed=options.seed,
+            optimizer_step=table.optimizer_step,
+            learning_rate=table.learning_rate,
+            initializer={
+                "name": type(options.initializer).__name__,
+                **{f.name: getattr(options.initializer, f.name) for f in fields(options.initializer)},
+            },
+            init_capacity=options.init_capacity,
+            max_capacity=options.max_capacity,
+            bucket_capacity=options.bucket_capacity,
+        )
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """The contents of `{table}_opt_args.json`."""
+        optimizer = self.optimizer_object()
+        arguments: dict[str, Any] = {"lr": self.learning_rate}
+        if optimizer.engine_name in ("adam", "adamax"):
+            beta1, beta2 = self.optimizer["betas"]
+            arguments |= {"iters": self.optimizer_step, "beta1": beta1, "beta2": beta2}
+        for name in ("eps", "initial_accumulator_value"):
+            if name in self.optimizer:
+                arguments[name] = self.optimizer[name]
+        if optimizer.engine_name in ("adam", "adamax"):
+            arguments["weight_decay"] = optimizer.weight_decay
+        return arguments
+
+    def original_arguments(self, ownership: str) -> dict[str, Any]:
+        """The same for the newest original layout, where it is the meta file of the table."""
+        strategy = {"lfu": "KLfu"}.get(self.score_strategy, "KLru" if self.keeps_ages else "KCustomized")
+        arguments = self.optimizer_arguments()
+        arguments["opt_type"] = ORIGINAL_TYPES.get(self.engine_optimizer, self.engine_optimizer)
+        arguments["evict_strategy"] = f"EvictStrategy.{strategy}"
+        if self.score_strategy == "step":
+            arguments["step_score"] = self.score
+        arguments["dist_type"] = ownership
+        return arguments

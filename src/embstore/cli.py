@@ -1,0 +1,371 @@
+"""The command line `embstore`: looks into dumps, checks them and rewrites them.
+
+    embstore inspect /data/monday            embstore diff /data/monday /data/tuesday
+    embstore verify /data/monday             embstore convert /data/monday out --to v2
+    embstore get /data/monday 7 -- -1        embstore merge /data/log out
+
+Exit codes: 0 all is well, 1 a difference was found or a key is missing, 2 wrong use, 3 the dump is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table as Grid
+
+from embstore.checkpoint import converting
+from embstore.checkpoint.increments import IncrementLog
+from embstore.checkpoint.merging import rewrite
+from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.reading import Dump, DumpTable, open_dump
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look into dumps, check and rewrite them.")
+out, errors = Console(), Console(stderr=True)
+
+DIFFERENT, DAMAGED = 1, 3
+T = TypeVar("T")
+
+DumpPath = Annotated[
+    Path, typer.Argument(help="the folder of a dump, of one of its collections, or of a log")
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+OneTable = Annotated[str, typer.Option("--table", help="only tables of this name, or collection/name")]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Errors of the dump become a line and an exit code."""
+    try:
+        yield
+    except CheckpointError as error:
+        errors.print(f"damaged: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(DAMAGED) from error
+    except (FileNotFoundError, FileExistsError, ValueError, OSError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def _open(path: Path) -> Dump:
+    """A dump, or the newest base of an increment log."""
+    if path.is_dir() and any(p.name.startswith("base-") for p in path.iterdir()):
+        return IncrementLog(path).chain()[0]
+    return open_dump(path)
+
+
+def _selected(dump: Dump, table: str) -> list[DumpTable]:
+    found = [t for t in dump.tables if table in ("", t.name, f"{t.collection}/{t.name}")]
+    if not found:
+        known = ", ".join(f"{t.collection}/{t.name}" for t in dump.tables)
+        raise ValueError(f"--table should be one of {known} but is: {table!r}")
+    return found
+
+
+def _label(table: DumpTable) -> str:
+    return f"{table.collection}/{table.name}"
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool, title: str = "") -> None:
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    grid = Grid(title=title or None)
+    for name in rows[0] if rows else []:
+        grid.add_column(name, justify="right" if isinstance(rows[0][name], (int, float)) else "left")
+    for row in rows:
+        grid.add_row(*(f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()))
+    out.print(grid)
+
+
+def _with_progress(work: Callable[[Callable[[int, int], None]], T], what: str) -> T:
+    """Shows a bar once a work has taken a second."""
+    start = time.monotonic()
+    with Progress(console=errors, transient=True) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+
+        def report(done: int, total: int) -> None:
+            if time.monotonic() - start > 1:
+                bar.update(task, completed=done, total=total, visible=True)
+
+        return work(report)
+
+
+def _histogram(scores: Any, bins: int = 8) -> list[list[int]]:
+    """(lowest score, highest score, rows) of at most `bins` ranges of equal width."""
+    if len(scores) == 0:
+        return []
+    low, high = int(scores.min()), int(scores.max())
+    edges = [low + (high + 1 - low) * i // bins for i in range(bins + 1)]
+    counts = [
+        [a, b - 1, int(((scores >= np.uint64(a)) & (scores <= np.uint64(b - 1))).sum())]
+        for a, b in zip(edges, edges[1:])
+        if b > a
+    ]
+    return counts
+
+
+@app.command()
+def inspect(path: DumpPath, as_json: Json = False) -> None:
+    """Tables with their counts, dims, bytes and a histogram of the scores."""
+    with _refusals():
+        rows = []
+        for table in _open(path).tables:
+            spec = table.spec
+            rows.append(
+                {
+                    "table": _label(table),
+                    "rows": table.rows,
+                    "dim": table.dim,
+                    "dtype": spec.dtype if spec else "float32",
+                    "optimizer": spec.optimizer["name"] if spec else "?",
+                    "states": ", ".join(table.state_names) or "-",
+                    "scores": spec.score_strategy if spec else "yes" if table.has_scores else "-",
+                    "layout": table.layout,
+                    "world": table.manifest.world if table.manifest else table.found.world or 0,
+                    "bytes": table.bytes,
+                    "histogram": _histogram(table.scores) if table.has_scores else [],
+                }
+            )
+        if as_json:
+            return _show(rows, True)
+        histograms = {row["table"]: row.pop("histogram") for row in rows}
+        _show(rows, False)
+        for label, histogram in histograms.items():
+            most = max((count for _, _, count in histogram), default=0)
+            for low, high, count in histogram:
+                out.print(
+                    f"{label}  {low:>20} .. {high:<20} {count:>12,} {'█' * (30 * count // max(most, 1))}"
+                )
+
+
+@app.command()
+def verify(path: DumpPath, as_json: Json = False) -> None:
+    """Reads every file and compares its checksum with the manifest; of a log, all its entries."""
+    with _refusals():
+        is_log = path.is_dir() and any(p.name.startswith("base-") for p in path.iterdir())
+        dumps = IncrementLog(path).chain() if is_log else [open_dump(path)]
+        checked = 0
+
+        def check(report: Callable[[int, int], None]) -> int:
+            total = 0
+            for number, dump in enumerate(dumps):
+                total += dump.verify()
+                report(number + 1, len(dumps))
+            return total
+
+        checked = _with_progress(check, "verifying")
+        unchecked = [_label(t) for dump in dumps for t in dump.tables if not t.files()]
+        if as_json:
+            typer.echo(json.dumps({"bytes": checked, "without_checksums": unchecked}))
+        else:
+            out.print(f"{checked:,} bytes are right", highlight=False, soft_wrap=True)
+            for label in unchecked:
+                out.print(f"{label}: has no manifest, only its sizes were checked", style="yellow")
+
+
+@app.command()
+def get(
+    path: DumpPath,
+    keys: Annotated[list[int], typer.Argument(help="keys; put -- before negative ones")],
+    table: OneTable = "",
+    as_json: Json = False,
+) -> None:
+    """Vectors and scores of keys. Exit code 1 when one is missing everywhere."""
+    with _refusals():
+        rows, found = [], set()
+        for stored in _selected(_open(path), table):
+            for key, at in zip(keys, stored.locate(keys).tolist()):
+                if at >= 0:
+                    found.add(key)
+                    score = int(stored.scores[at])
+                    vector = stored.values[at].tolist()
+                    rows.append({"table": _label(stored), "key": key, "score": score, "vector": vector})
+        if as_json:
+            _show(rows, True)
+        else:
+            for row in rows:
+                vector = " ".join(f"{x:.6g}" for x in row["vector"])
+                out.print(
+                    f"{row['table']}  {row['key']}  score {row['score']}  [{vector}]",
+                    markup=False,
+                    soft_wrap=True,
+                )
+        missing = [key for key in keys if key not in found]
+        if missing:
+            errors.print(f"missing: {' '.join(map(str, missing))}", highlight=False)
+            raise typer.Exit(DIFFERENT)
+
+
+@app.command()
+def top(
+    path: DumpPath,
+    by: Annotated[str, typer.Option(help="score or norm")] = "score",
+    n: Annotated[int, typer.Option("-n", help="how many of each table")] = 10,
+    table: OneTable = "",
+    as_json: Json = False,
+) -> None:
+    """The keys with the largest scores, or vectors."""
+    with _refusals():
+        if by not in ("score", "norm"):
+            raise ValueError(f"--by should be score or norm but is: {by!r}")
+        rows: list[dict[str, Any]] = []
+        for stored in _selected(_open(path), table):
+            norms = np.sqrt(np.einsum("ij,ij->i", stored.values, stored.values, dtype=np.float64))
+            order = np.lexsort((stored.keys, stored.scores if by == "score" else norms))[::-1][:n]
+            rows += [
+                {
+                    "table": _label(stored),
+                    "key": int(stored.keys[i]),
+                    "score": int(stored.scores[i]),
+                    "norm": float(norms[i]),
+                }
+                for i in order
+            ]
+        _show(rows, as_json)
+
+
+@app.command()
+def diff(
+    first: DumpPath,
+    second: DumpPath,
+    tolerance: Annotated[float, typer.Option(help="largest difference of a component that is none")] = 0.0,
+    table: OneTable = "",
+    as_json: Json = False,
+) -> None:
+    """Keys that only one dump has, and rows that differ. Exit code 1 when there are any."""
+    with _refusals():
+        a, b = _open(first), _open(second)
+        names = {(t.collection, t.name): t for t in _selected(a, table)}
+        others = {(t.collection, t.name): t for t in b.tables if not table or t.name in table}
+        rows = []
+        for name in sorted(names.keys() | others.keys()):
+            rows.append(
+                {"table": "/".join(name), **_difference(names.get(name), others.get(name), tolerance)}
+            )
+        _show(rows, as_json)
+        if any(row[c] for row in rows for c in ("only_first", "only_second", "vectors", "scores")):
+            raise typer.Exit(DIFFERENT)
+
+
+def _difference(a: DumpTable | None, b: DumpTable | None, tolerance: float) -> dict[str, Any]:
+    if a is None or b is None:
+        return {
+            "only_first": a.rows if a else 0,
+            "only_second": b.rows if b else 0,
+            "vectors": 0,
+            "scores": 0,
+            "largest": 0.0,
+        }
+    at = b.locate(a.keys)
+    both = at >= 0
+    if a.dim != b.dim:
+        raise ValueError(f"dim of {_label(a)} is {a.dim} in one dump but {b.dim} in the other")
+    gap = np.abs(a.values[both] - b.values[at[both]]).max(axis=1, initial=0.0)
+    return {
+        "only_first": int((~both).sum()),
+        "only_second": b.rows - int(both.sum()),
+        "vectors": int((gap > tolerance).sum()),
+        "scores": int((a.scores[both] != b.scores[at[both]]).sum()),
+        "largest": float(gap.max(initial=0.0)),
+    }
+
+
+@app.command()
+def merge(
+    log: DumpPath,
+    target: Annotated[Path, typer.Argument(help="the dump to write; not there yet")],
+) -> None:
+    """A dump of what a log says: its base and all increments after it."""
+    with _refusals():
+        chain = IncrementLog(log).chain()
+        for entry in chain:
+            entry.verify()
+        _with_progress(lambda report: rewrite(chain[0], chain[1:], target, progress=report), "merging")
+        out.print(f"{target}: base and {len(chain) - 1} increments", highlight=False)
+
+
+@app.command()
+def reshard(
+    path: DumpPath,
+    target: Annotated[Path, typer.Argument(help="the dump to write; not there yet")],
+    world: Annotated[int, typer.Option(help="for how many ranks")],
+) -> None:
+    """The same rows, ordered (v1a) or in files (v2) for another number of ranks."""
+    with _refusals():
+        dump = _open(path)
+        dump.verify()
+        _with_progress(lambda report: rewrite(dump, [], target, world=world, progress=report), "resharding")
+        out.print(f"{target}: for {world} ranks", highlight=False)
+
+
+@app.command()
+def convert(
+    path: DumpPath,
+    target: Annotated[Path, typer.Argument(help="what to write; not there yet")],
+    to: Annotated[str, typer.Option(help=f"one of {', '.join(converting.FORMATS)}")],
+) -> None:
+    """Between the layouts of dumps, and from or to safetensors and Parquet (a file for each table)."""
+    with _refusals():
+        _with_progress(lambda report: converting.convert(path, target, to, report), "converting")
+        out.print(f"{target}: {to}", highlight=False)
+
+
+@app.command()
+def stats(
+    path: DumpPath,
+    plot: Annotated[Path | None, typer.Option(help="a PNG of norms and scores")] = None,
+    as_json: Json = False,
+) -> None:
+    """Mean, spread and norms of the vectors of each table."""
+    with _refusals():
+        rows, drawn = [], []
+        for table in _open(path).tables:
+            norms = np.linalg.norm(table.values, axis=1) if table.rows else np.zeros(0)
+            drawn.append((_label(table), norms, table.scores))
+            rows.append(
+                {
+                    "table": _label(table),
+                    "rows": table.rows,
+                    "mean": float(table.values.mean()) if table.rows else 0.0,
+                    "std": float(table.values.std()) if table.rows else 0.0,
+                    "norm_median": float(np.median(norms)) if table.rows else 0.0,
+                    "norm_max": float(norms.max(initial=0.0)),
+                    "not_finite": int((~np.isfinite(table.values)).any(axis=1).sum()),
+                }
+            )
+        _show(rows, as_json)
+        if plot:
+            _plot(drawn, plot)
+
+
+def _plot(drawn: list[tuple[str, Any, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(drawn), 2, figsize=(9, 2.5 * len(drawn)), squeeze=False)
+    for (label, norms, scores), (left, right) in zip(drawn, axes):
+        left.hist(norms, bins=50)
+        left.set(title=f"{label}: norms", ylabel="rows")
+        right.hist(scores.astype(np.float64), bins=50)
+        right.set(title=f"{label}: scores")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Calls from TensorFlow into Python: at once in eager mode, as an operation inside a tf.function.
+
+TensorFlow keeps the operations of a tf.function that have effects in the order of the program, on every rank
+the same; collectives inside of them rely on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# AutoGraph would rewrite what a tf.function calls, and slow down the Python that runs at every step.
+unconverted = tf.autograph.experimental.do_not_convert
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """The memory of an eager tensor, without a copy. Read-only."""
+    return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy()
+
+
+def call(
+    function: Callable[..., Sequence[np.ndarray]], inputs: Sequence[Any], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """function(*arrays) -> arrays of these types, as tensors."""
+    if tf.executing_eagerly():
+        results = function(*(as_array(tf.convert_to_tensor(x)) for x in inputs))
+        return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes)]
+    results = tf.numpy_function(lambda *arrays: list(function(*arrays)), inputs, list(dtypes))
+    return list(results)

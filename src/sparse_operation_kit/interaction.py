@@ -1,0 +1,72 @@
+"""Rows of variables as plain tensors, and sorting variables into ours and others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from sparse_operation_kit import bridge
+from sparse_operation_kit.bridge import unconverted
+from sparse_operation_kit.dynamic import DynamicVariable
+from sparse_operation_kit.exchange import owners
+from sparse_operation_kit.optimizer import DynamicSlot
+from sparse_operation_kit.static import StaticVariable
+
+
+@unconverted
+def export(var: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Keys (n) and rows (n, dimension) of a variable on this rank, sorted by key.
+
+    Also takes a slot of an optimizer (`OptimizerWrapper.get_slot`) of a dynamic variable.
+    """
+    if isinstance(var, DynamicVariable):
+        rows = var.table.rows()
+        return tf.convert_to_tensor(rows.keys, var.key_type), tf.convert_to_tensor(rows.values)
+    if isinstance(var, DynamicSlot):
+        return tf.convert_to_tensor(var.keys()), tf.convert_to_tensor(var.values())
+    if isinstance(var, StaticVariable):
+        return tf.convert_to_tensor(var.local_keys()), var.read_value()
+    raise TypeError(f"var should be a sok variable but is: {type(var).__name__}")
+
+
+@unconverted
+def assign(var: Any, indices: Any, values: Any) -> tf.Tensor:
+    """Sets the rows of these keys on this rank; a dynamic variable makes those that are missing.
+
+    A static variable is assigned by the numbers of rows in the whole table, all of which must be here.
+    Returns the number of keys.
+    """
+    keys = tf.cast(tf.convert_to_tensor(indices), tf.int64)
+    rows = tf.cast(tf.convert_to_tensor(values), tf.float32)
+    if isinstance(var, DynamicVariable):
+
+        def write(k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+            var.table.insert_or_assign(k, v)
+            return [np.int64(len(k))]
+
+        return bridge.call(write, [keys, rows], [tf.int64])[0]
+    if isinstance(var, StaticVariable):
+
+        def local(k: np.ndarray) -> list[np.ndarray]:
+            ranks = owners(var, k, var.num_gpus)
+            elsewhere = k[ranks != var.global_gpu_id]
+            if len(elsewhere):
+                raise ValueError(f"indices should be of rows on this rank but one is: {elsewhere[0]}")
+            return [np.asarray(k)]
+
+        (checked,) = bridge.call(local, [keys], [tf.int64])
+        checked.set_shape(keys.shape)
+        var.scatter_update(tf.IndexedSlices(tf.cast(rows, var.dtype), var.key_map(checked)))
+        return tf.size(keys, out_type=tf.int64)
+    raise TypeError(f"var should be a sok variable but is: {type(var).__name__}")
+
+
+def filter_variables(vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """(sok variables, all others), each in order."""
+    ours, others = [], []
+    for variable in vars:
+        (ours if isinstance(variable, (DynamicVariable, StaticVariable)) else others).append(variable)
+    return ours, others

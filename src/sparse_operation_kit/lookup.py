@@ -1,0 +1,254 @@
+"""Lookups: several tables at once, from all ranks, pooled over the keys of a sample.
+
+ids          [[1, 1], [3, 4, 5]]                      SparseTensor or RaggedTensor
+combiner     "sum": row 1 + row 1, row 3 + row 4 + row 5; "mean": divided by 2 and 3 (or by the weights)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from embstore import EvictionLog
+from sparse_operation_kit import bridge
+from sparse_operation_kit.bridge import unconverted
+from sparse_operation_kit.communication import tool, tool_or_single
+from sparse_operation_kit.dynamic import DynamicVariable
+from sparse_operation_kit.exchange import distinct_rows, owners
+from sparse_operation_kit.rows import Request, look_up, pool_rows, read_rows
+from sparse_operation_kit.static import StaticVariable
+
+COMBINERS = ("sum", "mean")
+
+
+@unconverted
+def lookup_sparse(
+    params: Any,
+    sp_ids: Any,
+    sp_weights: Any = None,
+    combiners: Any = None,
+    use_low_frequency_filter: bool = False,
+    training: bool = True,
+) -> Any:
+    """Looks up and pools the rows of one or several variables, in one pass for all.
+
+    params      sok variables, or one of them
+    sp_ids      for each a tf.SparseTensor or tf.RaggedTensor (samples, keys of the sample)
+    sp_weights  for each the same with the weights of the keys, or None
+    combiners   for each "sum" or "mean" (the default); a sample without keys gives zeros
+    use_low_frequency_filter   admits a new key with the variable's filter_ratio only; others read zeros
+    training    False only reads: missing keys of dynamic variables give zeros and are not made
+
+    Returns a list of (samples, dimension), or one where sp_ids is not a list.
+    """
+    single = not isinstance(sp_ids, (list, tuple))
+    variables = list(params) if isinstance(params, (list, tuple)) else [params]
+    ids = [sp_ids] if single else list(sp_ids)
+    weights = _listed(sp_weights, len(ids))
+    combiners = _listed("mean" if combiners is None else combiners, len(ids), repeat=True)
+    for name, values in (("params", variables), ("sp_weights", weights), ("combiners", combiners)):
+        if len(values) != len(ids):
+            raise ValueError(
+                f"{name} should have as many items as sp_ids ({len(ids)}) but has: {len(values)}"
+            )
+    for combiner in combiners:
+        if combiner not in COMBINERS:
+            raise ValueError(f"combiners should be 'sum' or 'mean' but one is: {combiner!r}")
+    for variable in variables:
+        _require_variable(variable)
+    tool()
+    samples = [_Samples(i, w) for i, w in zip(ids, weights)]
+    pooled: list[Any] = [None] * len(ids)
+    # On one rank the engine pools by itself, where nothing but the rows is asked of it.
+    alone = tool().size == 1 and not use_low_frequency_filter
+    quick = [i for i, v in enumerate(variables) if alone and weights[i] is None and _is_dynamic(v)]
+    if quick:
+        found = pool_rows(
+            [variables[i] for i in quick],
+            [samples[i].keys for i in quick],
+            [samples[i].sample_of for i in quick],
+            [samples[i].offsets() for i in quick],
+            [combiners[i] for i in quick],
+            training=training,
+        )
+        for i, vectors in zip(quick, found):
+            pooled[i] = vectors
+    rest = [i for i in range(len(ids)) if i not in quick]
+    if rest:
+        keys = [samples[i].keys for i in rest]
+        rows, places = _rows([variables[i] for i in rest], keys, training, use_low_frequency_filter)
+        for i, row, place in zip(rest, rows, places):
+            pooled[i] = _pool(row, place, samples[i], combiners[i])
+    return pooled[0] if single else pooled
+
+
+@unconverted
+def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
+    """indices.shape + (dimension,): a row for each key, from whichever rank has it."""
+    _require_variable(param)
+    tool()
+    indices = tf.cast(tf.convert_to_tensor(indices), tf.int64)
+    (rows,), (places,) = _rows([param], [tf.reshape(indices, [-1])], True, False)
+    if places is not None:
+        rows = tf.gather(rows, places)
+    return tf.reshape(rows, tf.concat([tf.shape(indices), [param.dimension]], axis=0))
+
+
+@unconverted
+def sparse_read_and_evict(var: DynamicVariable, indices: Any, name: str | None = None) -> Any:
+    """Rows of the keys on this rank, and the keys and rows that had to go to make room for them.
+
+    Returns (embeddings, evicted_keys, evicted_values). Takes a hybrid DynamicVariable.
+    """
+    if not isinstance(var, DynamicVariable) or var.backend_type != "hybrid":
+        raise TypeError(f"var should be a hybrid DynamicVariable but is: {var!r}")
+    indices = tf.cast(tf.convert_to_tensor(indices), tf.int64)
+
+    def read(keys: np.ndarray) -> list[np.ndarray]:
+        table = var.table
+        table.set_eviction_log(EvictionLog.ROWS)
+        try:
+            (vectors,) = look_up([Request(table, keys.reshape(-1))], training=True)
+            gone = table.evictions()
+        finally:
+            table.set_eviction_log(EvictionLog.OFF)
+        return [vectors.reshape(*keys.shape, var.dimension), gone.keys, gone.values]
+
+    vectors, keys, values = bridge.call(read, [indices], [tf.float32, tf.int64, tf.float32])
+    vectors.set_shape(indices.shape.concatenate([var.dimension]))
+    keys.set_shape([None])
+    values.set_shape([None, var.dimension])
+    return vectors, keys, values
+
+
+def _listed(value: Any, count: int, *, repeat: bool = False) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value] * count if value is None or repeat else [value]
+
+
+def _require_variable(variable: Any) -> None:
+    if not isinstance(variable, (DynamicVariable, StaticVariable)):
+        raise ValueError(f"params should be sok variables but one is: {type(variable).__name__}")
+
+
+def _is_dynamic(variable: Any) -> bool:
+    return isinstance(variable, DynamicVariable)
+
+
+class _Samples:
+    """Keys (n), the sample of each (n), weights (n) or None, and the number of samples."""
+
+    def __init__(self, ids: Any, weights: Any) -> None:
+        self._splits = ids.row_splits if isinstance(ids, tf.RaggedTensor) else None
+        self.keys, self.sample_of, self.count = self._parts(ids, "sp_ids")
+        if not self.keys.dtype.is_integer:
+            raise ValueError(f"sp_ids should hold integers but hold: {self.keys.dtype.name}")
+        self.keys = tf.cast(self.keys, tf.int64)
+        self.weights = None
+        if weights is not None:
+            values, _, _ = self._parts(weights, "sp_weights")
+            known = (self.keys.shape.num_elements(), values.shape.num_elements())
+            if None not in known and known[0] != known[1]:
+                raise ValueError(f"sp_weights should hold {known[0]} weights but hold: {known[1]}")
+            self.weights = tf.cast(values, tf.float32)
+
+    def offsets(self) -> tf.Tensor:
+        """Where the keys of each sample begin, and where those of the last end."""
+        if self._splits is not None:
+            return tf.cast(self._splits, tf.int64)
+        ordered = tf.debugging.assert_non_negative(
+            self.sample_of[1:] - self.sample_of[:-1], "sp_ids should be in order: call tf.sparse.reorder"
+        )
+        with tf.control_dependencies([] if ordered is None else [ordered]):
+            return tf.searchsorted(self.sample_of, tf.range(self.count + 1), out_type=tf.int64)
+
+    @staticmethod
+    def _parts(value: Any, name: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        if isinstance(value, tf.SparseTensor):
+            if value.dense_shape.shape[0] not in (2, None):
+                raise ValueError(f"{name} should have 2 dimensions but has: {value.dense_shape.shape[0]}")
+            return value.values, value.indices[:, 0], value.dense_shape[0]
+        if isinstance(value, tf.RaggedTensor):
+            if value.ragged_rank != 1 or value.shape.rank != 2:
+                raise ValueError(f"{name} should have 2 dimensions but has: {value.shape.rank}")
+            return value.values, value.value_rowids(), value.nrows()
+        raise ValueError(
+            f"{name} should be a tf.SparseTensor or tf.RaggedTensor but is: {type(value).__name__}"
+        )
+
+
+def _rows(
+    variables: Sequence[Any], keys: Sequence[tf.Tensor], training: bool, low_frequency_filter: bool
+) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+    """Rows for each request, and where in them its keys are (None: in their order)."""
+    merged = list({id(v): v for v in variables}.values())
+    requests = [[i for i, v in enumerate(variables) if v is variable] for variable in merged]
+    joined = [keys[r[0]] if len(r) == 1 else tf.concat([keys[i] for i in r], axis=0) for r in requests]
+    places: list[tf.Tensor | None] = [None] * len(variables)
+    whole: list[tf.Tensor | None]
+    if tool_or_single().size == 1:
+        found, whole = _local_rows(merged, joined, training, low_frequency_filter), [None] * len(merged)
+    else:
+        distinct, whole = zip(*(tf.unique(k, tf.int64) for k in joined))
+        found = distinct_rows(merged, distinct, training=training, low_frequency_filter=low_frequency_filter)
+    rows: list[Any] = [None] * len(variables)
+    for request, row, place in zip(requests, found, whole):
+        begin: Any = 0
+        for i in request:
+            rows[i], places[i] = row, place
+            if len(request) > 1:
+                n = tf.size(keys[i], out_type=tf.int64)
+                span = tf.range(begin, begin + n)
+                places[i] = span if place is None else tf.gather(place, span)
+                begin += n
+    return rows, places
+
+
+def _local_rows(
+    variables: Sequence[Any], keys: Sequence[tf.Tensor], training: bool, low_frequency_filter: bool
+) -> list[tf.Tensor]:
+    dynamic = [i for i, v in enumerate(variables) if _is_dynamic(v)]
+    rows: list[Any] = [None] * len(variables)
+    if dynamic:
+        found = read_rows(
+            [variables[i] for i in dynamic],
+            [keys[i] for i in dynamic],
+            training=training,
+            low_frequency_filter=low_frequency_filter,
+        )
+        for i, row in zip(dynamic, found):
+            rows[i] = row
+    for i, variable in enumerate(variables):
+        if rows[i] is None:
+            (checked,) = bridge.call(lambda k, v=variable: [_inside(v, k)], [keys[i]], [tf.int64])
+            checked.set_shape(keys[i].shape)
+            rows[i] = tf.gather(variable, checked)
+    return rows
+
+
+def _inside(variable: StaticVariable, keys: np.ndarray) -> np.ndarray:
+    owners(variable, keys, 1)  # raises
+    return keys
+
+
+def _pool(rows: tf.Tensor, places: tf.Tensor | None, samples: _Samples, combiner: str) -> tf.Tensor:
+    if samples.weights is None:
+        pool = (
+            tf.raw_ops.SparseSegmentSumWithNumSegments
+            if combiner == "sum"
+            else tf.raw_ops.SparseSegmentMeanWithNumSegments
+        )
+        if places is None:
+            places = tf.range(tf.size(samples.keys, out_type=tf.int64))
+        return pool(data=rows, indices=places, segment_ids=samples.sample_of, num_segments=samples.count)
+    each = rows if places is None else tf.gather(rows, places)
+    count = tf.cast(samples.count, tf.int64)
+    pooled = tf.math.unsorted_segment_sum(each * samples.weights[:, tf.newaxis], samples.sample_of, count)
+    if combiner == "sum":
+        return pooled
+    total = tf.math.unsorted_segment_sum(samples.weights, samples.sample_of, count)
+    return tf.math.divide_no_nan(pooled, total[:, tf.newaxis])

@@ -1,0 +1,238 @@
+"""OptimizerWrapper: the update of an optimizer of Keras or TensorFlow, run by the engine on touched rows.
+
+    optimizer = sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.01))
+    optimizer.apply_gradients(zip(tape.gradient(loss, sok_vars), sok_vars))
+
+Every optimizer is lazy: a row without a gradient keeps its place and its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import embstore
+from sparse_operation_kit import bridge
+from sparse_operation_kit.bridge import unconverted
+from sparse_operation_kit.dynamic import DynamicVariable
+from sparse_operation_kit.rules import Rule, read_rule, sgd_rule
+from sparse_operation_kit.static import StaticVariable
+
+
+class DynamicSlot:
+    """One state of all rows of a dynamic variable on this rank; `sok.export` reads it."""
+
+    def __init__(self, variable: DynamicVariable, name: str, number: int) -> None:
+        self.variable, self.name = variable, f"{variable.name.partition(':')[0]}/{name}"
+        self._columns = slice(number * variable.dimension, (number + 1) * variable.dimension)
+
+    @property
+    def dimension(self) -> int:
+        return self.variable.dimension
+
+    def keys(self) -> np.ndarray:
+        """The keys, sorted."""
+        return self.variable.table.rows().keys
+
+    def values(self) -> np.ndarray:
+        """(n, dimension) in the order of `keys`."""
+        return np.ascontiguousarray(self.variable.table.rows().states[:, self._columns])
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """The state of these keys; zeros for one that is not there."""
+        keys = np.asarray(indices, np.int64)
+        states = self.variable.table.read(keys.reshape(-1)).states[:, self._columns]
+        return tf.convert_to_tensor(states.reshape(*keys.shape, self.dimension))
+
+    def __repr__(self) -> str:
+        return f"<sok.DynamicSlot '{self.name}' shape=(None, {self.dimension}) dtype=float32>"
+
+
+class RowOptimizer:
+    """Applies a rule to rows of sok variables, and counts its updates."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        with tf.init_scope():
+            self._iterations = tf.Variable(0, dtype=tf.int64, trainable=False, name="sok_iterations")
+        self._slots: dict[Any, dict[str, tf.Variable]] = {}
+        # Rows of static variables pass through a table of their width, where the engine updates them.
+        self._passages: dict[int, embstore.Table] = {}
+
+    @property
+    def iterations(self) -> tf.Variable:
+        """Calls of apply_gradients so far."""
+        return self._iterations
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the states, as Keras 2 has them."""
+        return list(self.rule.slots)
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """A state: a tf.Variable for a static variable, a `DynamicSlot` for a dynamic one."""
+        if name not in self.rule.slots:
+            raise ValueError(f"name should be one of {', '.join(self.rule.slots)} but is: {name!r}")
+        self._create_slots([var])
+        if isinstance(var, DynamicVariable):
+            return DynamicSlot(var, name, self.rule.slots.index(name))
+        return self._slots[var.ref()][name]
+
+    def _create_slots(self, vars: Iterable[Any]) -> None:
+        for var in vars:
+            if isinstance(var, DynamicVariable):
+                var.use_optimizer(self.rule.optimizer)
+            elif isinstance(var, StaticVariable) and var.ref() not in self._slots:
+                self._slots[var.ref()] = self._static_slots(var)
+
+    def _static_slots(self, var: StaticVariable) -> dict[str, tf.Variable]:
+        first = [0.0] * len(self.rule.slots)
+        if first:
+            first[0] = self.rule.optimizer.initial_accumulator
+        with tf.init_scope():
+            return {
+                name: tf.Variable(
+                    tf.fill(var.shape, value), trainable=False, name=f"{var.name.partition(':')[0]}/{name}"
+                )
+                for name, value in zip(self.rule.slots, first)
+            }
+
+    @unconverted
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """One update of every row that has a gradient; duplicate keys are summed first.
+
+        Returns the number of updates so far, or None where all gradients are None.
+        """
+        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
+        if not pairs:
+            return None
+        ours = [(g, v) for g, v in pairs if isinstance(v, (DynamicVariable, StaticVariable))]
+        others = [(g, v) for g, v in pairs if not isinstance(v, (DynamicVariable, StaticVariable))]
+        for gradient, var in ours:
+            if isinstance(var, DynamicVariable) and not isinstance(gradient, tf.IndexedSlices):
+                raise TypeError(
+                    f"the gradient of {var.name!r} should be tf.IndexedSlices but is: {gradient!r}"
+                )
+            if var.dtype != tf.float32:
+                raise NotImplementedError(
+                    f"{var.name!r} should be float32 for an update but is: {var.dtype.name}"
+                )
+        self._create_slots([v for _, v in ours])
+        if others:
+            self._apply_others(others)
+        before = tf.identity(self._iterations)
+        rate = self.rule.learning_rate(before)
+        self._apply_dynamic([p for p in ours if isinstance(p[1], DynamicVariable)], rate, before)
+        for gradient, var in ours:
+            if isinstance(var, StaticVariable):
+                self._apply_static(gradient, var, rate, before)
+        if global_step is not None:
+            global_step.assign_add(1)
+        return self._iterations.assign_add(1)
+
+    def _apply_others(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        names = ", ".join(repr(v.name) for _, v in pairs)
+        raise TypeError(f"grads_and_vars should hold sok variables but holds: {names}")
+
+    def _apply_dynamic(self, pairs: Sequence[tuple[Any, Any]], rate: tf.Tensor, before: tf.Tensor) -> None:
+        if not pairs:
+            return
+        variables = [v for _, v in pairs]
+
+        def update(lr: np.ndarray, updates: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            for i, variable in enumerate(variables):
+                _step(variable.table, lr, updates, arrays[2 * i], arrays[2 * i + 1], renew_scores=True)
+            return [np.int64(len(variables))]
+
+        inputs = [x for g, _ in pairs for x in (tf.cast(g.indices, tf.int64), tf.cast(g.values, tf.float32))]
+        bridge.call(update, [rate, before, *inputs], [tf.int64])
+
+    def _apply_static(self, gradient: Any, var: StaticVariable, rate: tf.Tensor, before: tf.Tensor) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            keys, values = tf.cast(gradient.indices, tf.int64), gradient.values
+        else:
+            keys, values = tf.range(tf.shape(var, tf.int64)[0]), gradient
+        slots = list(self._slots[var.ref()].values())
+        rows, _ = tf.unique(keys, tf.int64)
+
+        def update(
+            lr: np.ndarray,
+            updates: np.ndarray,
+            k: np.ndarray,
+            g: np.ndarray,
+            rows: np.ndarray,
+            *old: np.ndarray,
+        ) -> list[np.ndarray]:
+            table = self._passage(var.dimension)
+            states = np.concatenate(old[1:], axis=1) if len(old) > 1 else None
+            table.insert_or_assign(rows, old[0], states=states)
+            try:
+                _step(table, lr, updates, k, g)
+                new = table.read(rows)
+            finally:
+                table.erase(rows)
+            return (
+                [new.values, *np.split(new.states, len(old) - 1, axis=1)]
+                if states is not None
+                else [new.values]
+            )
+
+        old = [tf.gather(v, rows) for v in (var, *slots)]
+        new = bridge.call(update, [rate, before, keys, values, rows, *old], [tf.float32] * len(old))
+        for variable, updated in zip((var, *slots), new):
+            updated.set_shape([None, var.dimension])
+            variable.scatter_update(tf.IndexedSlices(updated, rows))
+
+    def _passage(self, dim: int) -> embstore.Table:
+        if dim not in self._passages:
+            self._passages[dim] = embstore.Table("passage", dim=dim, optimizer=self.rule.optimizer)
+        return self._passages[dim]
+
+
+def _step(
+    table: embstore.Table,
+    lr: np.ndarray,
+    updates: np.ndarray,
+    keys: np.ndarray,
+    gradients: np.ndarray,
+    **more: Any,
+) -> None:
+    table.learning_rate = float(lr)
+    table.optimizer_step = int(updates)
+    table.apply_gradients(keys, gradients, **more)
+
+
+class OptimizerWrapper(RowOptimizer):
+    """Wraps an optimizer of Keras 3, tf_keras (new or legacy) or tf.compat.v1.train: SGD, with momentum,
+    Adagrad, Adam, Adamax, Adadelta or Ftrl.
+
+    Its learning rate, a schedule too, is read at every update; other options are read when it is wrapped.
+    Variables that are not of sok are handed to the optimizer itself.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(read_rule(optimizer))
+        self._optimizer = optimizer
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate of the wrapped optimizer."""
+        for name in ("learning_rate", "_learning_rate", "_lr"):
+            if hasattr(self._optimizer, name):
+                return getattr(self._optimizer, name)
+        raise AttributeError("lr")
+
+    def _apply_others(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._optimizer.apply_gradients(pairs)
+
+
+class SGD(RowOptimizer):
+    """w -= lr * g on touched rows, without a Keras object; `lr` may be changed at any time."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+        super().__init__(sgd_rule(lambda: self.lr))

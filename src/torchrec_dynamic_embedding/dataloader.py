@@ -1,0 +1,246 @@
+"""`wrap` and `save`: a loader whose batches hold slots instead of ids.
+
+loader = tde.wrap("redis://127.0.0.1:6379/?prefix=model", loader, model, {"emb": configs})
+for label, kjt in loader:
+    ...                      # the rows of these ids are in the tables of the model
+tde.save(model)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from .id_transformer_group import IDTransformerGroup
+from .prefetch import Pipeline, Ready
+from .ps import Url
+from .windows import BATCH, END, FAILED, STOPPED, InFlight
+
+__all__ = ["DataLoader", "DataLoaderIter", "save", "wrap"]
+
+_GROUP = "_id_transformer_group"
+
+
+def wrap(
+    url: Url,
+    dataloader: Iterable[Any],
+    module: DistributedModelParallel,
+    configs_dict: Mapping[str, Sequence[Any]],
+    *,
+    data_info: Mapping[int, str] | None = None,
+    eviction_config: Mapping[str, Any] | None = None,
+    transform_config: Mapping[str, Any] | None = None,
+    ps_config: Mapping[str, Any] | None = None,
+    parallel: bool = True,
+    num_prefetch: int = 0,
+    return_module: bool = False,
+) -> Any:
+    """Makes the tables of `module` a window on the store at `url`. All ranks call it together.
+
+    Args:
+        url: where rows are kept: `redis://…`, `memory://NAME`, `ssd:///path` or the type of a plug-in; or a
+            function of (path, table name) that returns one.
+        dataloader: any iterable of indexable batches. Each KeyedJaggedTensor in a batch gets slots in place
+            of its ids, everything else is handed through; batches come back as tuples.
+        configs_dict: path of a collection inside the model to the configs of its tables.
+        data_info: index in the batch to path. By default the n-th KeyedJaggedTensor goes to the n-th path.
+        eviction_config: {"type": "mixed_lru_lfu", "min_used_freq_power": 5}.
+        transform_config: {"type": "naive"} or {"type": "cacheline"}, which mean the same here.
+        ps_config: {"chunk_size": numbers moved by one call to the store, "seed": of new rows}.
+        parallel: push and pull the tables side by side.
+        num_prefetch: how many batches may be ready ahead, prepared by a thread. 0: prepared when asked for.
+        return_module: return (loader, module) instead of the loader.
+
+    A batch counts as trained when the next one is asked for; until then its rows stay where they are.
+    """
+    if isinstance(num_prefetch, bool) or not isinstance(num_prefetch, int) or num_prefetch < 0:
+        raise ValueError(f"num_prefetch should be an integer of at least 0 but is: {num_prefetch!r}")
+    if not configs_dict:
+        raise ValueError("configs_dict should name at least one collection but is empty")
+    for path in (data_info or {}).values():
+        if path not in configs_dict:
+            raise ValueError(
+                f"data_info should have paths of configs_dict ({list(configs_dict)}) but has: {path!r}"
+            )
+    if getattr(module, _GROUP, None) is not None:
+        raise ValueError(
+            "module should not be wrapped yet, but it is; DataLoader takes another loader for it"
+        )
+    group = IDTransformerGroup(
+        url,
+        module,
+        configs_dict,
+        eviction_config=eviction_config,
+        transform_config=transform_config,
+        ps_config=ps_config,
+        parallel=parallel,
+    )
+    setattr(module, _GROUP, group)
+    loader = DataLoader(group, dataloader, data_info=data_info, num_prefetch=num_prefetch)
+    return (loader, module) if return_module else loader
+
+
+def save(module: DistributedModelParallel) -> None:
+    """Pushes every row that changed since the last save. All ranks call it together, between two batches.
+
+    There is no load: a model that is wrapped with the same url finds its rows there.
+    """
+    group = getattr(module, _GROUP, None)
+    if group is None:
+        raise ValueError(f"module should be wrapped by tde.wrap but is a plain: {type(module).__name__}")
+    if not isinstance(group, IDTransformerGroup):
+        raise ValueError(f"module.{_GROUP} should be an IDTransformerGroup but is: {type(group).__name__}")
+    group.save()
+
+
+class DataLoader:
+    """Iterates over `dataloader`, every batch once and in order, with slots in place of ids.
+
+    A second one over the same group serves another data set, such as the one for validation.
+    """
+
+    def __init__(
+        self,
+        group: IDTransformerGroup,
+        dataloader: Iterable[Any],
+        *,
+        data_info: Mapping[int, str] | None = None,
+        num_prefetch: int = 0,
+    ) -> None:
+        for path in (data_info or {}).values():
+            if path not in group:
+                raise ValueError(
+                    f"data_info should have paths of the group ({list(group.collections)}) but has: {path!r}"
+                )
+        self._group = group
+        self._dataloader = dataloader
+        self._data_info = dict(data_info) if data_info is not None else None
+        self._num_prefetch = num_prefetch
+        self._current: weakref.ref[DataLoaderIter] | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataloader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> DataLoaderIter:
+        if self._current is not None and (last := self._current()) is not None:
+            last.close()
+        iterator = DataLoaderIter(self._group, self._dataloader, self._data_info, self._num_prefetch)
+        self._current = weakref.ref(iterator)
+        return iterator
+
+
+class DataLoaderIter:
+    """One epoch. `close` ends it early; so does dropping it."""
+
+    def __init__(
+        self,
+        group: IDTransformerGroup,
+        dataloader: Iterable[Any],
+        data_info: Mapping[int, str] | None,
+        num_prefetch: int,
+    ) -> None:
+        self._flight = group.windows.in_flight
+        self._handed_out: list[int] = []
+        self._ended = False
+        if group.windows.peers.world > 1 and group.pipeline is not None and group.pipeline.is_running():
+            raise RuntimeError(
+                "on several ranks one iterator with num_prefetch should be at its end, or closed, "
+                "before another begins"
+            )
+        source = _Source(group, dataloader, data_info)
+        group.pipeline = pipeline = (
+            Pipeline(source.prepare, num_prefetch, self._flight.remove) if num_prefetch else None
+        )
+        self._prepare: Callable[[], Ready] = (
+            pipeline.next if pipeline else lambda: source.prepare(lambda: False)
+        )
+        # Runs when the iterator is closed, collected, or still there as the interpreter ends.
+        self._close = weakref.finalize(self, _end, pipeline, self._flight, self._handed_out)
+
+    def __iter__(self) -> DataLoaderIter:
+        return self
+
+    def __next__(self) -> tuple[Any, ...]:
+        self._flight.remove(self._handed_out)  # asking for the next batch says that the last one was trained
+        self._handed_out.clear()
+        if self._ended:
+            raise StopIteration
+        try:
+            ready = self._prepare()
+            if ready.error is not None:
+                raise ready.error
+        except BaseException:
+            self._ended = True
+            self.close()
+            raise
+        self._handed_out.append(ready.time)
+        return ready.batch
+
+    def close(self) -> None:
+        """Ends the epoch; what was handed out counts as trained."""
+        self._ended = True
+        self._close()
+
+
+def _end(pipeline: Pipeline | None, flight: InFlight, handed_out: list[int]) -> None:
+    if pipeline is not None:
+        pipeline.stop()
+    flight.remove(handed_out)
+
+
+class _Source:
+    """Takes batches from the user's loader and prepares them."""
+
+    def __init__(
+        self, group: IDTransformerGroup, dataloader: Iterable[Any], data_info: Mapping[int, str] | None
+    ) -> None:
+        self._group = group
+        self._dataloader = dataloader
+        self._batches: Iterator[Any] | None = None
+        self._data_info = data_info
+
+    def prepare(self, stopped: Callable[[], bool]) -> Ready:
+        """The next batch. What goes wrong reaches the other ranks, so nothing raises before they know."""
+        kind, error, batch, kjts, ids = BATCH, None, None, {}, None
+        if stopped():
+            kind = STOPPED
+        else:
+            try:
+                if self._batches is None:
+                    self._batches = iter(self._dataloader)
+                batch = tuple(next(self._batches))
+                kjts = self._kjts(batch)
+                ids = self._group.ids({path: batch[index] for index, path in kjts.items()})
+            except StopIteration:
+                kind = END
+            except Exception as failure:
+                kind, error = FAILED, failure
+        prepared = self._group.windows.prepare(ids, kind=kind, error=error, owner=self, stopped=stopped)
+        if prepared is None:
+            return Ready(error=StopIteration())
+        time, slots = prepared
+        mapped = self._group.replaced({path: batch[index] for index, path in kjts.items()}, slots)
+        items = list(batch)
+        for index, path in kjts.items():
+            items[index] = mapped[path]
+        return Ready(time, tuple(items))
+
+    def _kjts(self, batch: tuple[Any, ...]) -> dict[int, str]:
+        """Index in the batch to path."""
+        if self._data_info is None:
+            indices = [i for i, item in enumerate(batch) if isinstance(item, KeyedJaggedTensor)]
+            paths = list(self._group.collections)
+            if len(indices) > len(paths):
+                raise ValueError(
+                    f"a batch should have as many KeyedJaggedTensors as there are collections "
+                    f"({len(paths)}), or data_info should say which is whose, but it has: {len(indices)}"
+                )
+            self._data_info = dict(zip(indices, paths))
+        for index in self._data_info:
+            if not -len(batch) <= index < len(batch) or not isinstance(batch[index], KeyedJaggedTensor):
+                raise ValueError(f"data_info should name KeyedJaggedTensors of a batch but has: {index}")
+        return dict(self._data_info)

@@ -1,0 +1,145 @@
+"""A dump in the background holds the state at the call, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint.tables import make, require_same
+
+import embstore
+
+N = 20_000
+
+
+def filled(**options: object) -> embstore.Table:
+    table = make(**options)
+    table.insert_or_assign(
+        np.arange(N), np.random.default_rng(0).standard_normal((N, 5)), states=np.ones((N, 10))
+    )
+    return table
+
+
+def disturb(table: embstore.Table, step: int) -> None:
+    rng = np.random.default_rng(step)
+    keys = rng.integers(0, N + 500, 700)
+    table.find_or_insert(keys)
+    table.apply_gradients(keys, rng.standard_normal((700, 5)))
+    table.erase(rng.integers(0, N, 9))
+    table.insert_or_assign(rng.integers(-N, N, 50), np.zeros((50, 5)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_and_the_dump_is_the_state_at_the_call(tmp_path: Path, dtype: str) -> None:
+    table = filled(dtype=dtype)
+    for number in range(4):
+        before, step, score = table.rows(), table.optimizer_step, table.score
+        handle = embstore.dump(tmp_path / str(number), {"model": {"user": table}}, optim=True, async_=True)
+        assert handle is not None
+        steps = 0
+        while not handle.done() or steps < 3:
+            disturb(table, 1000 * number + steps)
+            steps += 1
+        handle.wait()
+        back = make(dtype=dtype)
+        embstore.load(tmp_path / str(number), {"model": {"user": back}}, optim=True)
+        require_same(before, back)
+        assert (back.optimizer_step, back.score) == (step, score)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_snapshot_outlives_growth_eviction_erasing_and_clearing(threads: int) -> None:
+    before_threads = embstore.get_num_threads()
+    embstore.set_num_threads(threads)
+    try:
+        for change in ("grow", "evict", "erase", "clear"):
+            small = {"max_capacity": 4096, "init_capacity": 4096} if change == "evict" else {}
+            table = make(init_capacity=256, **small) if change != "evict" else make(**small)
+            table.insert_or_assign(np.arange(3000), np.arange(15000).reshape(3000, 5))
+            before = table.rows()
+            snapshot = table.snapshot()
+            got = [read(snapshot, 100)]
+            if change in ("grow", "evict"):
+                for step in range(10):
+                    table.find_or_insert(np.arange(10_000 * step + 5000, 10_000 * step + 9000))
+                    if step < 5:
+                        got.append(read(snapshot, 97))
+                assert table.stats().evictions > 0 or change == "grow"
+            elif change == "erase":
+                table.erase(np.arange(0, 3000, 2))
+                table.insert_or_assign(np.arange(0, 3000, 4), np.zeros((750, 5)))
+            else:
+                table.clear()
+                table.find_or_insert(np.arange(500))
+            while len(got[-1]):
+                got.append(read(snapshot, 1023))
+            whole = embstore.Rows.concatenate(got)
+            order = np.argsort(whole.keys, kind="stable")
+            taken = embstore.Rows(*(getattr(whole, f)[order] for f in ("keys", "values", "states", "scores")))
+            require_same(before, taken)
+    finally:
+        embstore.set_num_threads(before_threads)
+
+
+def read(snapshot: object, n: int) -> embstore.Rows:
+    rows = embstore.Rows(
+        np.empty(n, np.int64),
+        np.empty((n, 5), np.float32),
+        np.empty((n, 10), np.float32),
+        np.empty(n, np.uint64),
+    )
+    addresses = [a.__array_interface__["data"][0] for a in (rows.keys, rows.values, rows.states, rows.scores)]
+    got = snapshot.read(n, *addresses)  # type: ignore[attr-defined]
+    return embstore.Rows(rows.keys[:got], rows.values[:got], rows.states[:got], rows.scores[:got])
+
+
+def test_rows_of_a_snapshot_are_shared_out_among_threads() -> None:
+    table = filled()
+    before, snapshot = table.rows(), table.snapshot()
+    parts: list[embstore.Rows] = []
+
+    def take() -> None:
+        while len(rows := read(snapshot, 500)):
+            parts.append(rows)
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(20):
+        disturb(table, step)
+    for thread in threads:
+        thread.join()
+    whole = embstore.Rows.concatenate(parts)
+    order = np.argsort(whole.keys, kind="stable")
+    require_same(
+        before, embstore.Rows(*(getattr(whole, f)[order] for f in ("keys", "values", "states", "scores")))
+    )
+
+
+def test_a_table_has_one_snapshot_at_a_time_and_a_second_dump_waits(tmp_path: Path) -> None:
+    table = filled()
+    snapshot = table.snapshot()
+    with pytest.raises(RuntimeError, match="'user' has a snapshot already"):
+        embstore.dump(tmp_path / "a", {"model": {"user": table}})
+    del snapshot
+    first = embstore.dump(tmp_path / "a", {"model": {"user": table}}, async_=True)
+    embstore.dump(tmp_path / "b", {"model": {"user": table}})
+    assert first is not None and first.done()
+    first.wait()
+    embstore.open_dump(tmp_path / "a").verify()
+
+
+def test_an_error_in_the_background_comes_out_of_wait(tmp_path: Path) -> None:
+    table = filled()
+    handle = embstore.dump(tmp_path / "a", {"model": {"user": table}}, async_=True)
+    assert handle is not None
+    table.close()
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        assert "table 'user' is closed" in str(error)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        embstore.open_dump(tmp_path / "a").verify()  # it was done before the table was closed

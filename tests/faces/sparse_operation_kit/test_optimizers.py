@@ -1,0 +1,201 @@
+"""Every optimizer, of every Keras, against the object that it wraps and against numpy."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from faces.sparse_operation_kit.oracle import OPTIMIZERS, SLOTS, LazyTable
+
+import sparse_operation_kit as sok
+
+ROWS, DIM = 23, 7
+FAMILIES = {
+    "keras": tf.keras.optimizers,
+    "tf_keras": tf_keras.optimizers,
+    "legacy": tf_keras.optimizers.legacy,
+}
+V1 = tf.compat.v1.train
+V1_OPTIMIZERS = {
+    "sgd": lambda: V1.GradientDescentOptimizer(0.5),
+    "momentum": lambda: V1.MomentumOptimizer(0.1, 0.9),
+    "nesterov": lambda: V1.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+    "adagrad": lambda: V1.AdagradOptimizer(0.1, initial_accumulator_value=0.2),
+    "adam": lambda: V1.AdamOptimizer(0.1, beta1=0.8, beta2=0.95, epsilon=1e-3),
+    "adadelta": lambda: V1.AdadeltaOptimizer(1.0, rho=0.9, epsilon=1e-4),
+    "ftrl": lambda: V1.FtrlOptimizer(
+        0.3,
+        l1_regularization_strength=0.01,
+        l2_regularization_strength=0.02,
+        l2_shrinkage_regularization_strength=0.03,
+        beta=0.4,
+    ),
+}
+
+
+def make(family, name):
+    if family == "v1":
+        return V1_OPTIMIZERS[name]()
+    kind, options = OPTIMIZERS[name]
+    return getattr(FAMILIES[family], kind)(**options)
+
+
+def make_variable(kind, values):
+    if kind == "static":
+        return sok.Variable(values)
+    variable = sok.DynamicVariable(dimension=values.shape[1], var_type=kind)
+    sok.assign(variable, np.arange(len(values)), values)
+    return variable
+
+
+def slices(keys, gradients):
+    return tf.IndexedSlices(tf.constant(gradients), tf.constant(keys))
+
+
+CASES = [(f, n) for f in FAMILIES for n in OPTIMIZERS] + [("v1", n) for n in V1_OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_rows_with_a_gradient_move_as_the_wrapped_optimizer_moves_a_dense_table(family, name):
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(ROWS, DIM)).astype(np.float32)
+    twin, reference = tf.Variable(values), make(family, name)
+    wrapper = sok.OptimizerWrapper(make(family, name))
+    ours = [make_variable(kind, values) for kind in ("static", "hybrid")]
+    for _ in range(4):
+        gradient = rng.normal(size=(ROWS, DIM)).astype(np.float32)
+        reference.apply_gradients([(tf.constant(gradient), twin)])
+        halves = np.concatenate([gradient / 2, gradient / 2])  # duplicates are summed
+        keys = np.concatenate([np.arange(ROWS), np.arange(ROWS)])
+        wrapper.apply_gradients([(slices(keys, halves), v) for v in ours])
+    for variable in ours:
+        np.testing.assert_allclose(sok.export(variable)[1], twin, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "tf.function"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_without_a_gradient_and_their_states_stay(name, graph):
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=(ROWS, DIM)).astype(np.float32)
+    oracle = LazyTable(name, values)
+    wrapper = sok.OptimizerWrapper(make("legacy", name))
+    ours = [make_variable(kind, values) for kind in ("static", "hbm", "hybrid")]
+
+    def step(keys, gradients):
+        wrapper.apply_gradients([(tf.IndexedSlices(gradients, keys), v) for v in ours])
+
+    if graph:
+        step = tf.function(step, reduce_retracing=True)
+    for _ in range(5):
+        keys = rng.integers(0, ROWS, 9)
+        gradients = rng.normal(size=(9, DIM)).astype(np.float32)
+        oracle.update(keys, gradients)
+        step(tf.constant(keys), tf.constant(gradients))
+    assert wrapper.get_slot_names() == list(SLOTS[name])
+    assert int(wrapper.iterations) == 5
+    for variable in ours:
+        np.testing.assert_allclose(sok.export(variable)[1], oracle.values, rtol=2e-5, atol=2e-6)
+        for slot, expected in zip(SLOTS[name], oracle.states, strict=True):
+            found = wrapper.get_slot(variable, slot)
+            found = sok.export(found)[1] if isinstance(variable, sok.DynamicVariable) else found
+            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "tf.function"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_learning_rate_of_the_wrapped_object_is_read_at_every_step(family, graph):
+    inner = FAMILIES[family].SGD(0.5)
+    wrapper = sok.OptimizerWrapper(inner)
+    variable = make_variable("hybrid", np.zeros((1, 1), np.float32))
+    step = lambda: wrapper.apply_gradients([(slices([0], np.ones((1, 1), np.float32)), variable)])  # noqa: E731
+    step = tf.function(step) if graph else step
+    step()
+    inner.learning_rate = 0.25
+    step()
+    assert float(wrapper.lr) == 0.25
+    np.testing.assert_allclose(sok.export(variable)[1], [[-0.75]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_schedule_is_followed_by_the_count_of_the_wrapper(family):
+    schedules = tf_keras.optimizers.schedules if family != "keras" else tf.keras.optimizers.schedules
+    inner = FAMILIES[family].SGD(schedules.PiecewiseConstantDecay([1, 2], [1.0, 0.5, 0.125]))
+    wrapper = sok.OptimizerWrapper(inner)
+    variable = make_variable("hybrid", np.zeros((1, 1), np.float32))
+    step = tf.function(
+        lambda: wrapper.apply_gradients([(slices([0], np.ones((1, 1), np.float32)), variable)])
+    )
+    seen = []
+    for _ in range(4):
+        step()
+        seen.append(float(sok.export(variable)[1][0, 0]))
+    np.testing.assert_allclose(seen, [-1.0, -2.0, -2.5, -2.625])
+
+
+def test_the_decay_of_a_legacy_optimizer_is_followed():
+    wrapper = sok.OptimizerWrapper(tf_keras.optimizers.legacy.SGD(1.0, decay=1.0))
+    variable = make_variable("hybrid", np.zeros((1, 1), np.float32))
+    for _ in range(3):
+        wrapper.apply_gradients([(slices([0], np.ones((1, 1), np.float32)), variable)])
+    np.testing.assert_allclose(sok.export(variable)[1], [[-(1 + 1 / 2 + 1 / 3)]], rtol=1e-6)
+
+
+def test_a_velocity_is_not_scaled_by_a_later_learning_rate():
+    inner, twin = tf.keras.optimizers.SGD(0.5, momentum=0.9), tf.Variable([[0.0]])
+    wrapped = tf.keras.optimizers.SGD(0.5, momentum=0.9)
+    wrapper, variable = sok.OptimizerWrapper(wrapped), make_variable("hbm", np.zeros((1, 1), np.float32))
+    for rate in (0.5, 0.01, 0.01):
+        inner.learning_rate = wrapped.learning_rate = rate
+        inner.apply_gradients([(tf.ones((1, 1)), twin)])
+        wrapper.apply_gradients([(slices([0], np.ones((1, 1), np.float32)), variable)])
+    np.testing.assert_allclose(sok.export(variable)[1], twin, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (lambda: tf.keras.optimizers.Adam(amsgrad=True), "amsgrad"),
+        (lambda: tf.keras.optimizers.SGD(clipnorm=1.0), "clipnorm"),
+        (lambda: tf_keras.optimizers.legacy.SGD(clipvalue=1.0), "clipvalue"),
+        (lambda: tf_keras.optimizers.Adam(use_ema=True), "use_ema"),
+        (lambda: tf.keras.optimizers.Adam(weight_decay=0.1), "weight_decay"),
+        (lambda: tf.keras.optimizers.RMSprop(), "RMSprop"),
+        (lambda: V1.RMSPropOptimizer(0.1), "RMSPropOptimizer"),
+        (lambda: "adam", "str"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused_by_name(optimizer, named):
+    with pytest.raises(NotImplementedError, match=named):
+        sok.OptimizerWrapper(optimizer())
+
+
+def test_a_variable_stays_with_the_optimizer_whose_states_it_holds():
+    variable = make_variable("hybrid", np.ones((1, 1), np.float32))
+    gradient = slices([0], np.ones((1, 1), np.float32))
+    sok.SGD(lr=0.5).apply_gradients([(gradient, variable)])  # has no states
+    sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.0)).apply_gradients([(gradient, variable)])
+    np.testing.assert_allclose(sok.export(variable)[1], [[0.5]])
+    with pytest.raises(ValueError, match="one optimizer"):
+        sok.OptimizerWrapper(tf.keras.optimizers.Adagrad(0.1)).apply_gradients([(gradient, variable)])
+
+
+def test_other_variables_go_to_the_wrapped_optimizer_and_missing_gradients_are_passed_by():
+    dense, variable = tf.Variable([1.0]), make_variable("hybrid", np.ones((1, 1), np.float32))
+    wrapper = sok.OptimizerWrapper(tf.keras.optimizers.SGD(0.5))
+    assert wrapper.apply_gradients([(None, dense), (None, variable)]) is None
+    gradient = slices([0], np.ones((1, 1), np.float32))
+    wrapper.apply_gradients([(tf.constant([1.0]), dense), (gradient, variable)])
+    np.testing.assert_allclose(dense, [0.5])
+    np.testing.assert_allclose(sok.export(variable)[1], [[0.5]])
+    with pytest.raises(TypeError, match="IndexedSlices"):
+        wrapper.apply_gradients([(tf.ones((1, 1)), variable)])
+
+
+def test_the_rate_of_sok_sgd_may_be_changed_between_the_steps_of_a_function():
+    optimizer, variable = sok.SGD(lr=1.0), make_variable("hybrid", np.zeros((1, 1), np.float32))
+    step = tf.function(
+        lambda: optimizer.apply_gradients([(slices([0], np.ones((1, 1), np.float32)), variable)])
+    )
+    step()
+    optimizer.lr = 0.5
+    step()
+    np.testing.assert_allclose(sok.export(variable)[1], [[-1.5]])

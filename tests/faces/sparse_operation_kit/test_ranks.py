@@ -1,0 +1,87 @@
+"""Several real processes: torchrun and gloo, and horovod where it is installed."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("ranks.py")
+
+
+def run(command, seconds):
+    """Runs it in a group of its own, so that no child outlives the time limit."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+def launch(ranks, *arguments, seconds=400):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    output = run([*torchrun, str(PROGRAM), *map(str, arguments)], seconds)
+    assert output.count("all well") == ranks, output[-6000:]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two ranks have trained every optimizer, checked the rows and left a dump of each."""
+    directory = tmp_path_factory.mktemp("trained")
+    launch(2, "train", directory)
+    return directory
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(450)
+def test_two_ranks_look_up_train_and_dump_as_one_table_would(trained):
+    from faces.sparse_operation_kit import ranks
+
+    saved = sorted(trained.glob("*.npz"))
+    assert len(saved) == 2 * 8 + 1
+    for path in saved:  # into one rank: this process
+        ranks.load_one(*path.stem.split(" ", 1), trained)
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(450)
+def test_a_dump_of_two_ranks_loads_into_three(trained):
+    launch(3, "load", trained)
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(450)
+def test_the_example_trains_on_two_ranks_and_finds_its_rows_again_after_a_reload():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = run([*torchrun, "examples/sok_dlrm.py", "--steps=60"], 400)
+    lines = re.findall(r"held-out loss ([0-9.]+), after a reload ([0-9.]+)", output)
+    assert len(lines) == 2 and len({loss for line in lines for loss in line}) == 1, output
+    assert float(lines[0][0]) < 0.63  # a model that learned nothing has ln 2
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(450)
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="horovod is not installed")
+def test_horovod_gives_the_same(tmp_path):
+    command = [
+        "horovodrun",
+        "-np",
+        "2",
+        "--gloo",
+        sys.executable,
+        str(PROGRAM),
+        "train",
+        str(tmp_path),
+        "horovod",
+    ]
+    assert run(command, 400).count("all well") == 2

@@ -1,0 +1,27 @@
+import pytest
+import redis_server
+from faces.torchrec_dynamic_embedding import twins
+
+
+@pytest.fixture(scope="package", autouse=True)
+def process_group(tmp_path_factory):
+    """One gloo rank: this process."""
+    import torch
+    import torch.distributed as dist
+
+    threads = torch.get_num_threads()
+    twins.start(rendezvous=tmp_path_factory.mktemp("group") / "rendezvous")
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory):
+    if redis_server.MISSING:
+        pytest.skip(redis_server.MISSING)
+    server = redis_server.RedisServer(tmp_path_factory.mktemp("redis"))
+    try:
+        yield server.start()
+    finally:
+        server.stop()

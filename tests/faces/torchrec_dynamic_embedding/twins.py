@@ -1,0 +1,78 @@
+"""Trains a wrapped model and its static twin on the same batches, and compares all that can be compared."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from faces.torchrec_dynamic_embedding.models import (
+    DIM,
+    TABLES,
+    batches,
+    fill,
+    full_weights,
+    kjt,
+    scattered,
+    trainer,
+)
+
+import torchrec_dynamic_embedding as tde
+from embstore.store_urls import open_store
+
+IDS, WINDOW = 640, 64
+
+
+def train(trainer_, loader):
+    return [trainer_.step(kjt_, label) for label, kjt_ in loader]
+
+
+def loader_of(data, of=scattered):
+    return [(label, kjt(numbers, lengths, of)) for label, numbers, lengths in data]
+
+
+def compare(url, *, kind="ebc", sharding="row_wise", optimizer="adagrad", num_prefetch=0, epochs=2, steps=12):
+    """Raises AssertionError where the wrapped model and its twin differ."""
+    rank = dist.get_rank()
+    data = batches(steps, IDS, rank=rank, seed=7)
+    twin = trainer(IDS, kind, sharding, optimizer)
+    fill(twin, IDS)
+    ours = trainer(WINDOW, kind, sharding, optimizer)
+    loader = tde.wrap(url, loader_of(data), ours.model, {"emb": ours.configs}, num_prefetch=num_prefetch)
+    for epoch in range(epochs):
+        expected = train(twin, loader_of(data, of=lambda numbers: numbers))
+        losses = train(ours, loader)
+        assert len(losses) == steps, f"epoch {epoch} had {len(losses)} batches"
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"losses of epoch {epoch}")
+    tde.save(ours.model)
+    compare_rows(url, twin, data, sharding, optimizer)
+
+
+def compare_rows(url, twin, data, sharding, optimizer):
+    """The rows in the store against those of the twin. With memory:// each rank looks at what it has."""
+    seen = {name: set() for name in TABLES}
+    for _, numbers, lengths in data:
+        ends = np.cumsum(lengths.reshape(3, -1).sum(1).numpy())
+        for name, part in zip(("user", "item", "item"), np.split(numbers, ends[:-1])):
+            seen[name] |= set(part.tolist())
+    weights = full_weights(twin)
+    parts = 2 if sharding == "column_wise" else 1
+    width = DIM // parts
+    state = {"sgd": [], "adagrad": [4 * width], "rowwise_adagrad": [4]}[optimizer]
+    checked = 0
+    for name, numbers in seen.items():
+        numbers = np.array(sorted(numbers))
+        for column in range(parts):
+            sizes = [4 * width, *state]
+            store = open_store(url, table=f"emb.{name}", tensor_bytes=sizes, column=column)
+            rows, _, found = store.get(scattered(numbers))
+            if url.startswith("memory") and not found.any():
+                continue  # of another rank
+            assert found.all(), f"{name}: the store lacks {np.flatnonzero(~found)[:5]} of {len(numbers)}"
+            ours = np.ascontiguousarray(rows[:, : 4 * width]).view(np.float32)
+            wanted = weights[name][numbers, column * width : (column + 1) * width].numpy()
+            np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=2e-6, err_msg=f"rows of {name}")
+            checked += len(numbers)
+    assert checked or dist.get_world_size() > 1
+
+
+def start(rank=0, world=1, rendezvous=None):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)

@@ -1,0 +1,200 @@
+"""Score strategies: a declared list, each with a model of the scores that a sequence of batches leaves
+and with its error inputs; then exact evictions of one bucket for each."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from native_tables import as_dict, everything, hash_of, small_table
+
+import embstore
+from embstore import ScoreStrategy
+
+
+class Model:
+    """{key: score} after training batches."""
+
+    def __init__(self):
+        self.scores, self.batch_number = {}, 0
+
+    def batch(self, table, keys):
+        self.batch_number += 1
+        self.before(table)
+        table.find_or_insert(np.array(keys, dtype=np.int64))
+        self.after(table, keys)
+
+    def before(self, table): ...
+
+    def after(self, table, keys):
+        raise NotImplementedError
+
+
+class Step(Model):
+    def after(self, table, keys):
+        self.scores.update(dict.fromkeys(keys, self.batch_number))
+
+
+class Customized(Model):
+    CYCLE = (7, 3, 9, 1, 2**64 - 1, 5)  # scores may fall
+
+    def before(self, table):
+        self.score = self.CYCLE[self.batch_number % len(self.CYCLE)]
+        table.score = self.score
+
+    def after(self, table, keys):
+        self.scores.update(dict.fromkeys(keys, self.score))
+
+
+class Lfu(Model):
+    def after(self, table, keys):
+        for key, count in Counter(keys).items():
+            self.scores[key] = self.scores.get(key, 0) + count
+
+
+class Timestamp(Model):
+    """Scores are those of a clock, so the model asks the table and checks what is promised of them."""
+
+    latest = 0
+
+    def before(self, table):
+        self.shown = table.score
+        assert self.shown > max(self.scores.values(), default=0)
+
+    def after(self, table, keys):
+        if not keys:
+            return
+        (score,) = set(table.read(keys).scores.tolist())
+        assert score >= self.shown
+        self.scores.update(dict.fromkeys(keys, score))
+
+
+MODELS = {
+    ScoreStrategy.TIMESTAMP: Timestamp,
+    ScoreStrategy.STEP: Step,
+    ScoreStrategy.CUSTOMIZED: Customized,
+    ScoreStrategy.LFU: Lfu,
+    ScoreStrategy.NO_EVICTION: Timestamp,
+}
+BATCHES = [[1, 2, 3, 3], [2], [], [5, 5, 5, 1], [-1, 2, 2], [3], [2, 1, 2]]
+ALL = pytest.mark.parametrize("strategy", list(ScoreStrategy), ids=lambda s: s.name)
+
+
+def test_every_strategy_has_a_model():
+    assert set(MODELS) == set(ScoreStrategy)
+
+
+@ALL
+def test_scores_are_those_of_the_model(strategy):
+    table, model = small_table(score_strategy=strategy), MODELS[strategy]()
+    for batch in BATCHES:
+        model.batch(table, batch)
+        assert {k: score for k, (_, _, score) in as_dict(table).items()} == model.scores
+    threshold = sorted(model.scores.values())[2]
+    assert set(as_dict(table, min_score=threshold)) == {k for k, s in model.scores.items() if s >= threshold}
+
+
+@ALL
+def test_reading_moves_no_score(strategy):
+    table, model = small_table(score_strategy=strategy), MODELS[strategy]()
+    for batch in BATCHES:
+        model.batch(table, batch)
+    before = everything(table)
+    table.find([1, 2, 99])
+    table.contains([1, 99])
+    table.read([3])
+    table.apply_gradients([1], np.zeros((1, 4)))
+    table.optimizer_step = 0
+    assert everything(table) == before
+
+
+@pytest.mark.parametrize(
+    "strategy", [s for s in ScoreStrategy if s != ScoreStrategy.NO_EVICTION], ids=lambda s: s.name
+)
+def test_a_full_bucket_gives_up_exactly_its_smallest_scores(strategy):
+    table = small_table(score_strategy=strategy, eviction_log="keys")
+    model = MODELS[strategy]()
+    rng = np.random.default_rng(7)
+    for _ in range(12):
+        old = list(model.scores)
+        hits = rng.choice(old, size=min(len(old), 40)).tolist() if old else []
+        batch = hits + rng.integers(-(2**62), 2**62, size=30).tolist()
+        new = {k for k in batch if k not in model.scores}
+        gone = max(0, len(model.scores) + len(new) - 128)
+        candidates = sorted((s, hash_of(k), k) for k, s in model.scores.items() if k not in set(batch))
+        expected = {k for _, _, k in candidates[:gone]}
+        for key in expected:
+            del model.scores[key]
+        model.batch(table, batch)
+        assert set(table.evictions().keys.tolist()) == expected
+        assert set(as_dict(table)) == set(model.scores)
+    assert table.stats().evictions > 100 and table.stats().refusals == 0
+
+
+def test_without_eviction_a_table_grows_and_keeps_everything():
+    table = small_table(score_strategy="no_eviction", max_capacity=1 << 14)
+    keys = np.arange(5000) * 7919
+    for part in np.array_split(keys, 9):
+        table.find_or_insert(part)
+    assert table.contains(keys).all() and table.stats().evictions == 0 and len(table) == 5000
+
+
+ERRORS = [
+    ("step", 0), ("step", -1), ("step", 1.5), ("step", True), ("step", "7"), ("step", 2**64), ("step", None),
+    ("customized", 0), ("customized", -1), ("customized", 2**64), ("customized", 1.0),
+    ("timestamp", 5), ("lfu", 5), ("no_eviction", 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "value"), ERRORS)
+def test_a_score_that_cannot_be_set_is_refused(strategy, value):
+    table = small_table(score_strategy=strategy)
+    with pytest.raises(ValueError, match="score should be"):
+        table.score = value
+
+
+def test_a_customized_score_is_needed_before_training_and_not_for_reading():
+    table = small_table(score_strategy="customized")
+    for use in (lambda: table.find_or_insert([1]), lambda: table.insert_or_assign([1], np.ones((1, 4)))):
+        with pytest.raises(RuntimeError, match="score of table 'small' should be set"):
+            use()
+    assert len(table) == 0 and table.score == 0
+    table.insert_or_assign([1], np.ones((1, 4)), scores=[3])
+    assert table.find([1])[1].all()
+    table.score = np.int64(9)
+    assert table.score == 9
+    assert table.read([1]).scores.tolist() == [3]  # setting it touches no row
+
+
+def test_step_can_be_set_after_a_load():
+    table = small_table()
+    table.score = 41
+    table.find_or_insert([1])
+    assert table.score == 42 and table.read([1]).scores.tolist() == [41]
+
+
+def test_timestamps_are_nanoseconds_of_the_clock_and_rise_above_scores_that_were_assigned():
+    import time
+
+    table = small_table(score_strategy="timestamp")
+    now = time.time_ns()
+    table.find_or_insert([1])
+    assert abs(int(table.read([1]).scores[0]) - now) < 60e9
+    ahead = now + 3600 * 10**9
+    table.insert_or_assign([2], np.ones((1, 4)), scores=np.array([ahead], np.uint64))
+    assert table.score > ahead
+    table.find_or_insert([3])
+    assert int(table.read([3]).scores[0]) > ahead
+
+
+def test_a_mixed_collection_scores_each_table_by_its_own_strategy():
+    import torch
+
+    options = [
+        embstore.TableOptions(name=s.name, dim=2, score_strategy=s)
+        for s in (ScoreStrategy.STEP, ScoreStrategy.LFU)
+    ]
+    collection = embstore.EmbeddingCollection(options)
+    for _ in range(3):
+        collection({"STEP": torch.tensor([5, 5]), "LFU": torch.tensor([5, 5])})
+    assert collection.tables["STEP"].read([5]).scores.tolist() == [3]
+    assert collection.tables["LFU"].read([5]).scores.tolist() == [6]
