@@ -17,4 +17,14 @@ A ratio is theirs / ours in time, so above 1 we are faster. The rules, the same 
 To add a work: write a function with @register("name") in a module here, and name the module in PROGRAMS.
 """
 
-PROGRAMS = ("static_tables", "new_ids", "itself", "limits", "dmp", "dumps", "parameter_server", "tfra")
+PROGRAMS = (
+    "static_tables",
+    "new_ids",
+    "itself",
+    "limits",
+    "stores",
+    "dmp",
+    "dumps",
+    "parameter_server",
+    "tfra",
+)

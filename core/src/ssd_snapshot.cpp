@@ -216,6 +216,12 @@ void SsdStoreImpl::LoadSegment(int64_t segment, std::span<const uint64_t> rows,
     if (fd < 0) ThrowIo(ENOENT, "opening " + files_->NameOf(kind, chunk));
     ReadWholeAt(fd, data, bytes, offset, files_->NameOf(kind, chunk));
   };
+  const int values = files_->Get(SsdFiles::kValues, chunk, false);
+  const int64_t end = layout_.ValueOffset(static_cast<int64_t>(rows.back())) + layout_.row_bytes;
+  if (values < 0 || FileBytes(values) < end) {
+    throw InvalidState(Describe() + " is damaged: " + files_->NameOf(SsdFiles::kValues, chunk) +
+                       " ends before row " + std::to_string(rows.back()));
+  }
   std::vector<std::byte> keys(places * static_cast<size_t>(layout_.key_bytes));
   read(SsdFiles::kKeys, keys.data(), keys.size(), in_chunk * layout_.key_bytes);
   std::vector<RowMeta> meta;

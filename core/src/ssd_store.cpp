@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <limits>
 #include <shared_mutex>
@@ -138,11 +139,11 @@ void SsdStoreImpl::Get(std::span<const int64_t> keys, std::byte* rows, uint64_t*
     ~Leave() { --readers; }
   } leave{readers};
   guard.unlock();
-  if (scores) ReadScores(wanted, scores);
   if (files_->direct()) {
+    if (scores) ReadScores(wanted, scores);
     ReadDirect(wanted, keys, rows);
   } else {
-    ReadCached(wanted, keys, rows);
+    ReadCached(wanted, keys, rows, scores);
   }
 }
 
@@ -188,25 +189,47 @@ void SsdStoreImpl::ReadDirect(std::vector<Wanted>& wanted, std::span<const int64
   });
 }
 
+// Through the page cache: rows are copied from the mapped files, which costs no call of the kernel
+// while their pages are in memory.
 void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
-                              std::byte* rows) const {
-  constexpr size_t kWorthSharing = 512;
-  const size_t parts = wanted.size() < kWorthSharing ? 1 : static_cast<size_t>(NumThreads());
-  ParallelFor(static_cast<int64_t>(parts), [&](int64_t part) {
-    const size_t begin = wanted.size() * static_cast<size_t>(part) / parts;
-    const size_t end = wanted.size() * static_cast<size_t>(part + 1) / parts;
-    std::vector<ReadRequest> requests;
-    requests.reserve(end - begin);
-    for (size_t j = begin; j < end; ++j) {
-      const int fd = files_->Get(SsdFiles::kValues, layout_.ChunkOf(wanted[j].row), false);
-      requests.push_back({fd, layout_.ValueOffset(wanted[j].row),
-                          static_cast<uint32_t>(layout_.row_bytes),
-                          rows + wanted[j].at * layout_.row_bytes});
+                              std::byte* rows, uint64_t* scores) const {
+  const auto n = static_cast<int64_t>(wanted.size());
+  std::vector<const std::byte*> values, meta;  // by chunk
+  for (const Wanted& row : wanted) {
+    const auto chunk = static_cast<size_t>(layout_.ChunkOf(row.row));
+    if (chunk >= values.size()) {
+      values.resize(chunk + 1);
+      meta.resize(chunk + 1);
     }
-    ReadBatch(requests, kQueueDepth, [&](size_t i, const std::byte* data) {
-      const Wanted& row = wanted[begin + i];
-      Verify(row.row, row.checksum, keys[row.at], data);
-    });
+    if (values[chunk]) continue;
+    values[chunk] = files_->Map(SsdFiles::kValues, static_cast<int64_t>(chunk));
+    if (!values[chunk]) {
+      ThrowIo(ENOENT, "opening " + files_->NameOf(SsdFiles::kValues, static_cast<int64_t>(chunk)));
+    }
+    meta[chunk] = files_->Map(SsdFiles::kMeta, static_cast<int64_t>(chunk));
+  }
+  const auto place = [&](const Wanted& row) {
+    return values[static_cast<size_t>(layout_.ChunkOf(row.row))] + layout_.ValueOffset(row.row);
+  };
+  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
+    for (int64_t j = task * kKeysPerTask; j < end; ++j) {
+      if (j + kPrefetchDistance < end) {
+        __builtin_prefetch(place(wanted[static_cast<size_t>(j + kPrefetchDistance)]));
+      }
+      const Wanted& row = wanted[static_cast<size_t>(j)];
+      std::byte* to = rows + row.at * layout_.row_bytes;
+      std::memcpy(to, place(row), static_cast<size_t>(layout_.row_bytes));
+      Verify(row.row, row.checksum, keys[row.at], to);
+      if (!scores) continue;
+      const std::byte* of_chunk = meta[static_cast<size_t>(layout_.ChunkOf(row.row))];
+      scores[row.at] = 1;  // files of the original have none
+      if (of_chunk) {
+        const int64_t in_chunk = row.row % layout_.rows_per_chunk();
+        std::memcpy(&scores[row.at], of_chunk + in_chunk * static_cast<int64_t>(sizeof(RowMeta)),
+                    8);
+      }
+    }
   });
 }
 

@@ -123,8 +123,8 @@ class SsdStoreImpl final : public SsdStore {
                               uint8_t* found) const;
   void ReadDirect(std::vector<Wanted>& wanted, std::span<const int64_t> keys,
                   std::byte* rows) const;
-  void ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
-                  std::byte* rows) const;
+  void ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys, std::byte* rows,
+                  uint64_t* scores) const;
   void ReadScores(std::span<const Wanted> wanted, uint64_t* scores) const;
   void Verify(uint32_t row, uint32_t checksum, int64_t key, const std::byte* data) const;
 

@@ -72,7 +72,8 @@ def test_space_of_overwritten_rows_is_used_again(tmp_path):
         store.flush()
         stats = store.stats()
         assert stats.moved_rows > 0
-        assert stats.file_bytes <= 2 * 8192 * 4 * width + (16 << 20)
+        # Without compaction it would be 160 MiB.
+        assert stats.file_bytes <= 2 * 8192 * 4 * width + (32 << 20)
         on_disk = sum(f.stat().st_blocks * 512 for f in (tmp_path / "values").iterdir())
         # 40 versions were written, 160 MiB; how far compaction is behind depends on the machine's load.
         assert on_disk <= 6 * 8192 * 4 * width + (16 << 20)
