@@ -43,8 +43,9 @@ def test_the_comparison_notices_slots_that_are_given_away_too_early(monkeypatch)
 
 
 @pytest.mark.multirank
+@pytest.mark.timeout(300)
 def test_two_ranks_train_as_two_ranks_with_room_for_all_ids(redis, tmp_path):
-    ranks.expect_success(ranks.launch("twins", redis.where, world=2, directory=tmp_path, seconds=115))
+    ranks.expect_success(ranks.launch("twins", redis.where, world=2, directory=tmp_path, seconds=280))
 
 
 @pytest.mark.multirank
