@@ -3,7 +3,8 @@
 // Buckets of 16 entries; an entry is a fingerprint of the key and a count, together 16 bits. Two
 // keys of a bucket share an entry when their fingerprints are equal, which admits the second one
 // early: about one key in a thousand for thresholds up to 3, one in a hundred up to 31. In a full
-// bucket the smallest count gives way, so keys that are seen once pass through.
+// bucket the smallest count gives way, so keys that are seen once pass through. To be admitted, a
+// key has to come back before as many others as there is room for have come between.
 //
 // Thread safety: none; the table guards it.
 #pragma once
