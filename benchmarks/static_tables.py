@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import embstore
+from embstore.optimizers import EpsPlacement
 
 from .ids import Batches, zipf_batches
 from .registry import Row, Run, register
@@ -164,7 +165,8 @@ def register_dim(dim: int) -> None:
         rows = sizes.rows // 2 if dim >= 128 else sizes.rows
         batches = zipf_batches(rows, sizes.batch, sizes.batches)
         work = f"Adam step, {rows:,} rows, dim {dim}"
-        optimizer = embstore.Adam(lr=LEARNING_RATE, eps=EPS)
+        # SparseAdam adds eps to sqrt(v) before the bias correction, as Keras does.
+        optimizer = embstore.Adam(lr=LEARNING_RATE, eps=EPS, eps_placement=EpsPlacement.KERAS)
         yield from compare(run, work, [sparse_adam(rows, dim)], optimizer, batches, True, ADAM_MARKS)
 
 
