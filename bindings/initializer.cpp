@@ -16,11 +16,8 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace embstore {
-namespace {
 
-// out (n, dim) of float32.
-void InitialRows(int kind, const std::vector<double>& values, uint64_t seed,
-                 const std::string& table, uintptr_t keys, int64_t n, int64_t dim, uintptr_t out) {
+InitializerOptions InitializerFrom(int kind, const std::vector<double>& values) {
   const auto number = [&](size_t i) { return static_cast<float>(values.at(i)); };
   InitializerOptions options;
   options.kind = static_cast<InitializerKind>(kind);
@@ -29,7 +26,16 @@ void InitialRows(int kind, const std::vector<double>& values, uint64_t seed,
   options.std_dev = number(2);
   options.lower = number(3);
   options.upper = number(4);
-  const Initializer initializer(options, seed, table);
+  Validate(options);
+  return options;
+}
+
+namespace {
+
+// out (n, dim) of float32.
+void InitialRows(int kind, const std::vector<double>& values, uint64_t seed,
+                 const std::string& table, uintptr_t keys, int64_t n, int64_t dim, uintptr_t out) {
+  const Initializer initializer(InitializerFrom(kind, values), seed, table);
   constexpr int64_t kPerTask = 256;
   ParallelFor((n + kPerTask - 1) / kPerTask, [&](int64_t task) {
     for (int64_t i = task * kPerTask; i < std::min((task + 1) * kPerTask, n); ++i) {

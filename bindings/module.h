@@ -4,6 +4,9 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <vector>
+
+#include "embstore/initializer.h"
 
 namespace embstore {
 
@@ -14,6 +17,9 @@ void BindRouting(nanobind::module_& m);
 void BindParameterServer(nanobind::module_& m);
 void BindSlotMap(nanobind::module_& m);
 void BindStore(nanobind::module_& m);
+
+// Options from the numbers of embstore.initializers: value, mean, std_dev, lower, upper.
+InitializerOptions InitializerFrom(int kind, const std::vector<double>& values);
 
 // An address that Python handed over (0 is null).
 template <typename T>

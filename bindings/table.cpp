@@ -43,19 +43,6 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
       ToNumpy(std::move(block.states), state_rows, width), ToNumpy(std::move(block.scores), n));
 }
 
-InitializerOptions InitializerFrom(int kind, const std::vector<double>& values) {
-  const auto number = [&](size_t i) { return static_cast<float>(values.at(i)); };
-  InitializerOptions options;
-  options.kind = static_cast<InitializerKind>(kind);
-  options.value = number(0);
-  options.mean = number(1);
-  options.std_dev = number(2);
-  options.lower = number(3);
-  options.upper = number(4);
-  Validate(options);
-  return options;
-}
-
 std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
                                  int64_t init_capacity, int64_t max_capacity,
                                  int64_t bucket_capacity, double max_load_factor,

@@ -214,35 +214,18 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
   const SlotList list(table.shared_from_this(), n);
-  const auto find_all = [&](ScoreUpdate update, uint64_t score) {
-    const IndexView index = table.index();
-    ParallelFor((n + 4095) / 4096, [&](int64_t task) {
-      const int64_t end = std::min((task + 1) * 4096, n);
-      for (int64_t i = task * 4096; i < end; i += kProbeBlock) {
-        ActiveKernels().find(index, keys.data() + i, std::min(kProbeBlock, end - i),
-                             list.data() + i, update, score, nullptr);
-      }
-    });
-  };
   int64_t missing = 0;
   if (table.store() || renew_scores) {
     std::unique_lock guard(table.lock());
     table.RequireOpen();
     if (table.store()) table.BringUp(keys, list.data());
-    if (renew_scores) {
-      const Table::BatchScore batch = table.NextBatchScore();
-      if (table.watched()) {
-        find_all(ScoreUpdate::kKeep, 0);
-        table.BeforeChange({list.data(), static_cast<size_t>(n)});
-      }
-      find_all(batch.update, batch.score);
-    }
+    if (renew_scores) table.FindAll(keys, list.data(), table.NextBatchScore());
     // Later another thread may grow the table, which rewrites the list.
     missing = std::count(list.data(), list.data() + n, kNoSlot);
   } else {
     std::shared_lock guard(table.lock());
     table.RequireOpen();
-    find_all(ScoreUpdate::kKeep, 0);
+    table.FindAll(keys, list.data(), {ScoreUpdate::kKeep, 0});
     missing = std::count(list.data(), list.data() + n, kNoSlot);
   }
   // Between the two locks the list keeps its rows where they are, or follows them.

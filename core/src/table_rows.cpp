@@ -117,6 +117,26 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   }
 }
 
+void Table::FindAll(std::span<const int64_t> keys, Slot* slots, BatchScore score) {
+  const auto n = static_cast<int64_t>(keys.size());
+  const bool announce = watched() && score.update != ScoreUpdate::kKeep;
+  const IndexView view = index();
+  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
+    for (int64_t i = task * kKeysPerTask; i < end; i += kProbeBlock) {
+      const int64_t m = std::min(kProbeBlock, end - i);
+      const auto find = [&](ScoreUpdate update) {
+        ActiveKernels().find(view, keys.data() + i, m, slots + i, update, score.score, nullptr);
+      };
+      if (announce) {
+        find(ScoreUpdate::kKeep);
+        BeforeChange({slots + i, static_cast<size_t>(m)});
+      }
+      find(score.update);
+    }
+  });
+}
+
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,
                       const uint64_t* scores) {
   RequireBatchSize(keys.size());
@@ -136,22 +156,9 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   // them.
   for (int64_t i = 0; scores && i < n; ++i) last_timestamp_ = std::max(last_timestamp_, scores[i]);
   Slot* slots = list->data();
-  const bool announce = watched();
-  const IndexView view = index();
-  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
-    for (int64_t i = task * kKeysPerTask; i < end; i += kProbeBlock) {
-      const int64_t m = std::min(kProbeBlock, end - i);
-      const auto find = [&](ScoreUpdate update) {
-        ActiveKernels().find(view, keys.data() + i, m, slots + i, update, batch.score, nullptr);
-      };
-      if (announce) {
-        find(ScoreUpdate::kKeep);
-        BeforeChange({slots + i, static_cast<size_t>(m)});
-      }
-      find(batch.update);
-    }
-  });
+  FindAll(keys, slots, batch);
+  if (watched())
+    BeforeChange({slots, static_cast<size_t>(n)});  // rows change even where scores stay
   std::vector<uint32_t> missing;
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
