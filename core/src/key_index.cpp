@@ -1,6 +1,7 @@
 #include "embstore/key_index.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -88,6 +89,10 @@ IndexView KeyIndex::view() const {
   view.split_mask = (uint64_t{1} << splits_) - 1;
   view.bucket_capacity = static_cast<uint32_t>(bucket_capacity_);
   view.lines_per_bucket = static_cast<uint32_t>(lines_per_bucket_);
+  // A key away from home costs a line more when its home group is read first, one at home saves a
+  // line.
+  view.mostly_home =
+      2 * std::atomic_ref(const_cast<int64_t&>(away_)).load(std::memory_order_relaxed) <= size_;
   return view;
 }
 
@@ -101,22 +106,22 @@ uint8_t KeyIndex::digest(Slot slot) const { return *const_cast<KeyIndex*>(this)-
 
 int64_t KeyIndex::BucketOf(int64_t key) const {
   const IndexView v = view();
-  return HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket).bucket;
+  return HomeOf(HashKey(key), v).bucket;
 }
 
 Slot KeyIndex::Find(int64_t key) const {
   const IndexView v = view();
-  const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
+  const Home home = HomeOf(HashKey(key), v);
   const int64_t first = home.bucket * bucket_capacity_;
   const int64_t position = VisitMatches(
-      v.digests + home.bucket * lines_per_bucket_ * kLine, v.lines_per_bucket, home.line,
+      v.digests + home.bucket * lines_per_bucket_ * kLine, v.lines_per_bucket, home.line(),
       home.digest, [&](int64_t at) { return v.entries[first + at].key == key; });
   return position < 0 ? kNoSlot : static_cast<Slot>(first + position);
 }
 
 void KeyIndex::Prefetch(int64_t key, bool entries) const {
   const IndexView v = view();
-  const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
+  const Home home = HomeOf(HashKey(key), v);
   const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
   for (int64_t line = 0; line < std::min<int64_t>(lines_per_bucket_, 4); ++line) {
     __builtin_prefetch(digests + line * kLine);
@@ -130,27 +135,39 @@ void KeyIndex::Prefetch(int64_t key, bool entries) const {
 
 KeyIndex::Insertion KeyIndex::FindOrInsert(int64_t key, uint64_t score) {
   const IndexView v = view();
-  const Home home = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket);
+  const Home home = HomeOf(HashKey(key), v);
   const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
   const int64_t first = home.bucket * bucket_capacity_;
-  const int64_t found = VisitMatches(digests, v.lines_per_bucket, home.line, home.digest,
+  const int64_t found = VisitMatches(digests, v.lines_per_bucket, home.line(), home.digest,
                                      [&](int64_t at) { return v.entries[first + at].key == key; });
   if (found >= 0) return {static_cast<Slot>(first + found), false};
-  const int64_t free = VisitMatches(digests, v.lines_per_bucket, home.line, kFreeDigest,
-                                    [](int64_t) { return true; });
+  const int64_t free = FirstFree(digests, v.lines_per_bucket, home);
   if (free < 0) return {kNoSlot, false};
   const auto slot = static_cast<Slot>(first + free);
-  Replace(slot, key, score);
+  Put(slot, key, score);
   return {slot, true};
 }
 
-void KeyIndex::Replace(Slot slot, int64_t key, uint64_t score) {
-  const IndexView v = view();
-  *digest_of(slot) = HomeOf(HashKey(key), v.base_buckets, v.split_mask, v.lines_per_bucket).digest;
+void KeyIndex::Put(Slot slot, int64_t key, uint64_t score) {
+  const Home home = HomeOf(HashKey(key), view());
+  *digest_of(slot) = home.digest;
   entries()[slot] = {key, score};
+  CountAway(slot, home.position, 1);
+}
+
+void KeyIndex::CountAway(Slot slot, uint32_t home_position, int64_t delta) {
+  const int64_t offset = slot % bucket_capacity_ - home_position;
+  if (offset >= 0 && offset < kGroup) return;
+  std::atomic_ref<int64_t>(away_).fetch_add(delta, std::memory_order_relaxed);
+}
+
+void KeyIndex::Replace(Slot slot, int64_t key, uint64_t score) {
+  Erase(slot);
+  Put(slot, key, score);
 }
 
 void KeyIndex::Erase(Slot slot) {
+  CountAway(slot, HomeOf(HashKey(entries()[slot].key), view()).position, -1);
   *digest_of(slot) = kFreeDigest;
   entries()[slot] = {0, 0};
 }
@@ -173,8 +190,9 @@ void KeyIndex::Grow(const std::function<void(Slot from, Slot to)>& moved) {
       if (*from == kFreeDigest || !(HashKey(entries()[slot].key) & new_bit)) continue;
       const auto to = static_cast<Slot>(slot + capacity_);
       *digest_of(to) = *from;
-      entries()[to] = entries()[slot];
-      Erase(slot);
+      entries()[to] = entries()[slot];  // at the same position: whether it is at home stays
+      *from = kFreeDigest;
+      entries()[slot] = {0, 0};
       moved(slot, to);
     }
   });
@@ -186,7 +204,7 @@ void KeyIndex::Clear() {
   digests_.Clear();
   entries_.Clear();
   PadDigests(0, capacity_ / bucket_capacity_);
-  size_ = 0;
+  size_ = away_ = 0;
 }
 
 }  // namespace embstore

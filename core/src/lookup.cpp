@@ -12,7 +12,7 @@
 namespace embstore {
 namespace {
 
-constexpr int64_t kKeysPerTask = 4096;
+constexpr int64_t kKeysPerTask = 2048;
 
 // A share of one request: bags [first, last) if pooled, else keys [first, last).
 struct Piece {
@@ -58,47 +58,26 @@ struct Work {
     }
   }
 
-  void FindBlock(int64_t begin, int64_t end, const RowsView& rows,
-                 std::vector<uint32_t>& missing_here) {
-    const Kernels& kernels = ActiveKernels();
-    const IndexView index = request->table->index();
-    for (int64_t i = begin; i < end; i += kProbeBlock) {
-      const int64_t m = std::min(kProbeBlock, end - i);
-      const auto find = [&](ScoreUpdate update) {
-        kernels.find(index, request->keys.data() + i, m, slots + i, update, score.score, &rows);
-      };
-      if (score.update != ScoreUpdate::kKeep && request->table->watched()) {
-        find(ScoreUpdate::kKeep);  // the score of a hit changes too, so its row is announced first
-        request->table->BeforeChange({slots + i, static_cast<size_t>(m)});
-      }
-      find(score.update);
-      for (int64_t j = i; j < i + m; ++j) {
-        if (slots[j] == kNoSlot) missing_here.push_back(static_cast<uint32_t>(j));
-      }
-    }
-  }
-
-  // Vectors are written while the rows that the probe fetched are still in the nearest cache. Those
-  // of missing keys are written again once they have a row.
+  // All slots of a piece first, then all vectors: the one loop waits for the index, the other for
+  // rows, and each keeps as many misses in flight as the machine allows. Vectors of missing keys
+  // are written again once they have a row.
   void Answer(Piece& piece) {
-    const RowsView rows = request->table->rows();
-    if (!pooled()) {
-      for (int64_t i = piece.first; i < piece.last; i += kProbeBlock) {
-        const int64_t end = std::min(i + kProbeBlock, piece.last);
-        FindBlock(i, end, rows, piece.missing);
-        Gather(rows, i, end);
-      }
-      return;
+    int64_t begin = piece.first, end = piece.last;
+    if (pooled()) {
+      begin = request->offsets[static_cast<size_t>(begin)];
+      end = request->offsets[static_cast<size_t>(end)];
     }
-    const std::span<const int64_t> offsets = request->offsets;
-    for (int64_t bag = piece.first, last; bag < piece.last; bag = last) {
-      last = bag + 1;
-      const int64_t begin = offsets[static_cast<size_t>(bag)];
-      while (last < piece.last && offsets[static_cast<size_t>(last + 1)] - begin <= kProbeBlock) {
-        ++last;
-      }
-      FindBlock(begin, offsets[static_cast<size_t>(last)], rows, piece.missing);
-      PoolBags(rows, bag, last);
+    const auto n = static_cast<size_t>(end - begin);
+    request->table->FindHere(request->keys.subspan(static_cast<size_t>(begin), n), slots + begin,
+                             score);
+    for (int64_t i = begin; i < end; ++i) {
+      if (slots[i] == kNoSlot) piece.missing.push_back(static_cast<uint32_t>(i));
+    }
+    const RowsView rows = request->table->rows();
+    if (pooled()) {
+      PoolBags(rows, piece.first, piece.last);
+    } else {
+      Gather(rows, begin, end);
     }
   }
 

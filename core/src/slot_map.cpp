@@ -88,11 +88,12 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
   const IndexView view = index_.view();
   const uint64_t now = static_cast<uint64_t>(time - time_base_) << kSlotBits;
   constexpr uint64_t kKept = ~(static_cast<uint64_t>(kMostTime) << kSlotBits);
-  Slot found[kProbeBlock];
+  constexpr int64_t kBlock = 1024;
+  Slot found[kBlock];
   const auto n = static_cast<int64_t>(keys.size());
-  for (int64_t begin = 0; begin < n; begin += kProbeBlock) {
-    const int64_t count = std::min(kProbeBlock, n - begin);
-    kernels.find(view, keys.data() + begin, count, found, ScoreUpdate::kKeep, 0, nullptr);
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t count = std::min(kBlock, n - begin);
+    kernels.find(view, keys.data() + begin, count, found, ScoreUpdate::kKeep, 0);
     for (int64_t i = 0; i < count; ++i) {
       if (found[i] == kNoSlot) [[unlikely]] {
         out[begin + i] = -1;

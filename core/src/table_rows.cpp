@@ -18,20 +18,16 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 4096;
 
-// Calls visit(i, slots, m) for blocks of at most kProbeBlock keys, on several threads.
+// Calls visit(i, slots, m) for blocks of keys, on several threads.
 template <typename Visit>
-void ForBlocks(const Table& table, std::span<const int64_t> keys, const RowsView* prefetch,
-               const Visit& visit) {
+void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& visit) {
   const auto n = static_cast<int64_t>(keys.size());
   const IndexView index = table.index();
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
-    Slot slots[kProbeBlock];
-    for (int64_t i = task * kKeysPerTask; i < end; i += kProbeBlock) {
-      const int64_t m = std::min(kProbeBlock, end - i);
-      ActiveKernels().find(index, keys.data() + i, m, slots, ScoreUpdate::kKeep, 0, prefetch);
-      visit(i, slots, m);
-    }
+    const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
+    Slot slots[kKeysPerTask];
+    ActiveKernels().find(index, keys.data() + begin, m, slots, ScoreUpdate::kKeep, 0);
+    visit(begin, slots, m);
   });
 }
 
@@ -53,7 +49,7 @@ void Table::Resident(std::span<const int64_t> keys, uint8_t* found) const {
 }
 
 void Table::LockedResident(std::span<const int64_t> keys, uint8_t* found) const {
-  ForBlocks(*this, keys, nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
+  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, int64_t m) {
     for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
   });
 }
@@ -82,7 +78,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
     found_here.resize(keys.size());
     found = found_here.data();
   }
-  ForBlocks(*this, keys, values ? &view : nullptr, [&](int64_t i, const Slot* slots, int64_t m) {
+  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, int64_t m) {
     if (values) {
       ActiveKernels().gather(view, slots, m, nullptr, values + i * options_.dim, DType::kFloat32,
                              options_.dim);
@@ -119,22 +115,27 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
 
 void Table::FindAll(std::span<const int64_t> keys, Slot* slots, BatchScore score) {
   const auto n = static_cast<int64_t>(keys.size());
-  const bool announce = watched() && score.update != ScoreUpdate::kKeep;
-  const IndexView view = index();
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
-    for (int64_t i = task * kKeysPerTask; i < end; i += kProbeBlock) {
-      const int64_t m = std::min(kProbeBlock, end - i);
-      const auto find = [&](ScoreUpdate update) {
-        ActiveKernels().find(view, keys.data() + i, m, slots + i, update, score.score, nullptr);
-      };
-      if (announce) {
-        find(ScoreUpdate::kKeep);
-        BeforeChange({slots + i, static_cast<size_t>(m)});
-      }
-      find(score.update);
-    }
+    const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
+    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), slots + begin,
+             score);
   });
+}
+
+void Table::FindHere(std::span<const int64_t> keys, Slot* slots, BatchScore score) {
+  const auto find = ActiveKernels().find;
+  const IndexView view = index();
+  const auto n = static_cast<int64_t>(keys.size());
+  if (score.update == ScoreUpdate::kKeep || !watched()) {
+    find(view, keys.data(), n, slots, score.update, score.score);
+    return;
+  }
+  // The score of a hit changes as well, so its row is announced first.
+  find(view, keys.data(), n, slots, ScoreUpdate::kKeep, 0);
+  BeforeChange({slots, keys.size()});
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] != kNoSlot) RenewScore(view.entries[slots[i]], score.update, score.score);
+  }
 }
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,

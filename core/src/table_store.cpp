@@ -92,12 +92,9 @@ void Table::Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> mis
 std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Slot* slots) const {
   const auto n = static_cast<int64_t>(keys.size());
   std::vector<uint32_t> missing;
-  for (int64_t i = 0; i < n; i += kProbeBlock) {
-    const int64_t m = std::min(kProbeBlock, n - i);
-    ActiveKernels().find(index(), keys.data() + i, m, slots + i, ScoreUpdate::kKeep, 0, nullptr);
-    for (int64_t j = i; j < i + m; ++j) {
-      if (slots[j] == kNoSlot) missing.push_back(static_cast<uint32_t>(j));
-    }
+  ActiveKernels().find(index(), keys.data(), n, slots, ScoreUpdate::kKeep, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
   }
   return missing;
 }

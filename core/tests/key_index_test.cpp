@@ -64,11 +64,12 @@ void CheckHolds(const KeyIndex& index, const Model& model) {
   std::vector<Slot> slots(keys.size());
   for (const Kernels* kernels : AvailableKernels()) {
     const auto n = static_cast<int64_t>(keys.size());
-    for (int64_t i = 0; i < n; i += kProbeBlock) {
-      kernels->find(index.view(), keys.data() + i, std::min(kProbeBlock, n - i), slots.data() + i,
-                    ScoreUpdate::kKeep, 0, nullptr);
+    for (const bool home_first : {true, false}) {
+      IndexView view = index.view();
+      view.mostly_home = home_first;
+      kernels->find(view, keys.data(), n, slots.data(), ScoreUpdate::kKeep, 0);
+      for (size_t i = 0; i < keys.size(); ++i) CHECK_EQ(slots[i], index.Find(keys[i]));
     }
-    for (size_t i = 0; i < keys.size(); ++i) CHECK_EQ(slots[i], index.Find(keys[i]));
   }
 }
 
@@ -234,9 +235,9 @@ TEST(A probe renews scores as it is told) {
   std::vector<Slot> slots(keys.size());
   for (const Kernels* kernels : AvailableKernels()) {
     index.set_score(index.Find(5), 10);
-    kernels->find(index.view(), keys.data(), 4, slots.data(), ScoreUpdate::kCount, 1, nullptr);
+    kernels->find(index.view(), keys.data(), 4, slots.data(), ScoreUpdate::kCount, 1);
     CHECK_EQ(index.entry(index.Find(5)).score, 13u);
-    kernels->find(index.view(), keys.data(), 4, slots.data(), ScoreUpdate::kSet, 3, nullptr);
+    kernels->find(index.view(), keys.data(), 4, slots.data(), ScoreUpdate::kSet, 3);
     CHECK_EQ(index.entry(index.Find(5)).score, 3u);
     CHECK_EQ(slots[1], kNoSlot);
   }

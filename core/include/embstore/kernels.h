@@ -5,6 +5,7 @@
 // multiplication is fused with an addition, so every build gives the same bits.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -51,6 +52,7 @@ struct IndexView {
   uint64_t split_mask = 0;    // 2^k - 1
   uint32_t bucket_capacity = 0;
   uint32_t lines_per_bucket = 0;
+  bool mostly_home = true;  // most keys lie in their home group: look there before the digests
 };
 
 struct IndexEntry {
@@ -61,12 +63,22 @@ struct IndexEntry {
 // What a hit does to the score of its key.
 enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2 };
 
+// Threads may renew the same score together.
+inline void RenewScore(IndexEntry& entry, ScoreUpdate update, uint64_t score) {
+  std::atomic_ref<uint64_t> stored(entry.score);
+  // Frequent keys are read by many and need the write once.
+  if (update == ScoreUpdate::kSet && stored.load(std::memory_order_relaxed) != score) {
+    stored.store(score, std::memory_order_relaxed);
+  }
+  if (update == ScoreUpdate::kCount) stored.fetch_add(1, std::memory_order_relaxed);
+}
+
 struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"
 
-  // slots[i] = slot of keys[i] or kNoSlot, for n <= kProbeBlock. Prefetches the rows it finds.
+  // slots[i] = slot of keys[i] or kNoSlot. Renews the scores of those that are there.
   void (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots,
-               ScoreUpdate update, uint64_t score, const RowsView* rows_to_prefetch);
+               ScoreUpdate update, uint64_t score);
 
   // out row i = row slots[i] (converted), zeros for kNoSlot, extra[j] for ExtraRow(j).
   void (*gather)(const RowsView& rows, const Slot* slots, int64_t n, const float* extra, void* out,
@@ -99,8 +111,6 @@ struct Kernels {
   void (*store_vector)(const float* in, int64_t dim, DType dtype, void* row);
   void (*load_vector)(const void* row, int64_t dim, DType dtype, float* out);
 };
-
-inline constexpr int64_t kProbeBlock = 64;
 
 // The best that this machine runs; EMBSTORE_ISA=plain|avx2|avx512 in the environment picks another.
 // An unknown name, or one that this machine does not run, throws InvalidArgument.

@@ -1,10 +1,12 @@
 // KeyIndex maps keys to slots and keeps a score for each.
 //
 // A bucket is `bucket_capacity` slots. Its one-byte digests fill whole cache lines that are
-// compared with SIMD; key and score of a slot share 16 bytes, so a hit that renews its score
-// touches one line for the digests and one for the entry.
+// compared with SIMD. Key and score of a slot share 16 bytes, and the four entries of a cache line
+// are a group: a key goes to its home group while that has room, so most hits touch one line only,
+// and the digests are for the others.
 //
 //     hash(key) = [ 63..32: base bucket | 31..24: digest | 23..0: which split of the base bucket ]
+//                   [ 39..32 and 23..20: home group in the bucket ]
 //
 //     buckets = B0 * 2^k      growing doubles k: a key of bucket b stays or goes to b + B0 * 2^k,
 //                             at the same position in the bucket
@@ -68,7 +70,7 @@ class KeyIndex {
   // Victim will read.
   void Prefetch(int64_t key, bool entries) const;
 
-  // The slot of the key, or else the free slot of its bucket that is nearest to its home line,
+  // The slot of the key, or else the free slot of its bucket that is nearest to its home group,
   // which the key then takes. kNoSlot when the bucket is full. Does not count: call AddSize
   // afterwards, so that threads may insert into different buckets together.
   struct Insertion {
@@ -99,13 +101,15 @@ class KeyIndex {
   uint8_t digest(Slot slot) const;
   IndexEntry* entries() { return reinterpret_cast<IndexEntry*>(entries_.data()); }
   const IndexEntry* entries() const { return reinterpret_cast<const IndexEntry*>(entries_.data()); }
+  void Put(Slot slot, int64_t key, uint64_t score);
+  void CountAway(Slot slot, uint32_t home_position, int64_t delta);
   void PadDigests(int64_t first_bucket, int64_t last_bucket);
 
   int64_t bucket_capacity_, lines_per_bucket_, base_buckets_;
   int64_t splits_ = 0;  // k
   int64_t capacity_, max_capacity_;
   double max_load_factor_;
-  int64_t size_ = 0;
+  int64_t size_ = 0, away_ = 0;  // keys, and those that are not in their home group
   HugeBuffer digests_, entries_;
 };
 

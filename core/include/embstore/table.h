@@ -213,6 +213,8 @@ class Table : public std::enable_shared_from_this<Table> {
   // Finds the keys on several threads and renews the scores of those that are there, having
   // announced them to whoever watches. slots[i] is kNoSlot where a key is missing.
   void FindAll(std::span<const int64_t> keys, Slot* slots, BatchScore score);
+  // The same on this thread alone.
+  void FindHere(std::span<const int64_t> keys, Slot* slots, BatchScore score);
   void RequireScore() const;  // throws InvalidState when kCustomized has none
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
