@@ -16,7 +16,7 @@ from .ids import NewIds, zipf_batches
 from .registry import Row, Run, register
 from .static_tables import EPS, GRADIENT_SCALE, LEARNING_RATE
 from .tables import INITIALIZER_BOUND, full_embedding, twin_of
-from .timing import Side, interleave, rate, set_threads
+from .timing import Side, interleave, rate
 
 SHARE = 0.05
 
@@ -48,17 +48,22 @@ def evict(run: Run) -> Iterator[Row]:
 
     sides = [Side(lambda _: forward(evicting), arrive), Side(lambda _: forward(hitting), recur)]
     work = f"forward, 5 % new ids, full table, {rows:,} rows, dim {dim}"
+    torch.set_num_threads(1)  # it copies ids between the steps, and its workers would go on spinning
     for threads in run.threads:
-        set_threads(threads)
+        embstore.set_num_threads(threads)
         before = evicting.table.stats()
         inserts = hitting.table.stats().inserts
-        our_time, their_time = interleave(sides, sizes.rounds, sizes.warmup_rounds, first_step=threads << 20)
+        our_time, their_time = interleave(
+            sides, sizes.rounds, sizes.warmup_rounds, first_step=threads << 20, settle_seconds=0
+        )
         after = evicting.table.stats()
         if hitting.table.stats().inserts != inserts:
             raise RuntimeError("all ids should be resident but some were inserted")
-        gone = (after.evictions - before.evictions) // (sizes.rounds + sizes.warmup_rounds)
+        gone, new = after.evictions - before.evictions, after.inserts - before.inserts
         refused = after.refusals - before.refusals
-        detail = f"{rate(sizes.batch, our_time, their_time)}; {gone:,} evictions a batch, {refused} refusals"
+        detail = (
+            f"{rate(sizes.batch, our_time, their_time)}; {gone:,} evictions, {new:,} new, {refused} refused"
+        )
         yield Row(work, "itself, all hits", threads, their_time / our_time, 0.5, 0.8, detail)
     evicting.table.close()
     hitting.table.close()
@@ -84,11 +89,11 @@ def two_threads(run: Run, dim: int, train: bool) -> Iterator[Row]:
             if train:
                 out.backward(grad)
 
-        return Side(step, lambda _: set_threads(threads))
+        return Side(step, lambda _: embstore.set_num_threads(threads))
 
     sides = [side(2, 0), side(1, sizes.batches // 2)]
     work = f"{'row-wise Adagrad step' if train else 'forward'}, {sizes.rows:,} rows, dim {dim}"
-    our_time, their_time = interleave(sides, sizes.rounds, sizes.warmup_rounds)
+    our_time, their_time = interleave(sides, sizes.rounds, sizes.warmup_rounds, settle_seconds=0)
     detail = rate(sizes.batch, our_time, their_time)
     yield Row(work, "itself, 1 thread", 2, their_time / our_time, 1.6, 1.9, detail)
     module.table.close()

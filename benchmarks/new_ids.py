@@ -79,7 +79,7 @@ def arriving(run: Run, interval_steps: int, wanted: float | None, goal: float | 
     for threads in run.threads:
         set_threads(threads)
         our_time, their_time = interleave(sides, rounds, 1, interval_steps, first_step=threads << 20)
-        detail = rate(sizes.batch * interval_steps, our_time, their_time)
+        detail = rate(sizes.batch, our_time, their_time)
         yield Row(work, against, threads, their_time / our_time, wanted, goal, detail)
     ours.table.close()
 

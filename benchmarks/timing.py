@@ -11,8 +11,10 @@ import torch
 import embstore
 
 # The OpenMP workers of torch go on spinning for 4 to 9 ms after a parallel region. On a machine with as many
-# cores as threads they would take a core from the side that comes next, so it waits until they sleep.
+# cores as threads they would take a core from the side that comes next, so it waits until they sleep. Such a
+# pause lets cores and caches go cold, as training never does: the first steps after it are not timed.
 SETTLE_SECONDS = 0.010
+UNTIMED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -27,31 +29,33 @@ def set_threads(count: int) -> None:
 
 
 def interleave(
-    sides: Sequence[Side], rounds: int, warmup_rounds: int, steps: int = 1, first_step: int = 0
+    sides: Sequence[Side],
+    rounds: int,
+    warmup_rounds: int,
+    steps: int = 16,
+    first_step: int = 0,
+    settle_seconds: float = SETTLE_SECONDS,
 ) -> list[float]:
-    """Median seconds of a round for each side; a round is `steps` steps, interleaved step by step.
-
-    More than one step a round is for a peer whose steps differ by design, such as one that does its
-    housekeeping in every second step: a median of single steps would show the one kind only.
-    """
+    """Median seconds of a step for each side. In a round each side in turn makes a few steps to get warm and
+    then `steps` more, which are timed together. Sides that do not use torch's threads need not settle."""
     seconds: list[list[float]] = [[] for _ in sides]
     gc.collect()
     gc.disable()
     try:
         for round_ in range(warmup_rounds + rounds):
-            spent = [0.0] * len(sides)
-            for step in range(steps):
-                number = first_step + round_ * steps + step
-                for side_number, side in enumerate(sides):
+            for side_times, side in zip(seconds, sides, strict=True):
+                time.sleep(settle_seconds)
+                spent = 0.0
+                for step in range(UNTIMED_STEPS + steps):
+                    number = first_step + round_ * (UNTIMED_STEPS + steps) + step
                     if side.prepare is not None:
                         side.prepare(number)
-                    time.sleep(SETTLE_SECONDS)
                     start = time.perf_counter()
                     side.step(number)
-                    spent[side_number] += time.perf_counter() - start
-            if round_ >= warmup_rounds:
-                for times, value in zip(seconds, spent, strict=True):
-                    times.append(value)
+                    if step >= UNTIMED_STEPS:
+                        spent += time.perf_counter() - start
+                if round_ >= warmup_rounds:
+                    side_times.append(spent / steps)
     finally:
         gc.enable()
     return [statistics.median(times) for times in seconds]
