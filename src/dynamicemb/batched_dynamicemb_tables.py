@@ -47,8 +47,8 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
     use_index_dedup, enforce_hbm and bounds_check_mode are accepted and change nothing: duplicates are
     summed in any case, rows live in host memory, and every index is legal. Other keywords warn.
 
-    `DynamicEmbDump`, `DynamicEmbLoad`, `incremental_dump`, `get_score` and `set_score` take the module as they
-    take a sharded model.
+    `DynamicEmbDump`, `DynamicEmbLoad`, `incremental_dump`, `get_score` and `set_score` take the module as
+    they take a sharded model.
     """
 
     def __init__(
