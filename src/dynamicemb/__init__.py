@@ -2,7 +2,16 @@
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
+from dynamicemb.dtypes import (
+    DynamicEmbDataType,
+    data_type_to_dtype,
+    data_type_to_dyn_emb,
+    dyn_emb_to_torch,
+    string_to_evict_strategy,
+    torch_to_dyn_emb,
+)
 from dynamicemb.dump_load import DynamicEmbDump, DynamicEmbLoad
+from dynamicemb.optimizers import OptimizerArgs
 from dynamicemb.options import (
     BATCH_SIZE,
     BATCH_SIZE_PER_DUMP,
@@ -23,6 +32,7 @@ __all__ = [
     "BATCH_SIZE_PER_DUMP",
     "DEFAULT_INDEX_TYPE",
     "DynamicEmbCheckMode",
+    "DynamicEmbDataType",
     "DynamicEmbDump",
     "DynamicEmbEvictStrategy",
     "DynamicEmbInitializerArgs",
@@ -34,4 +44,10 @@ __all__ = [
     "EmbOptimType",
     "FrequencyAdmissionStrategy",
     "HKVConfig",
+    "OptimizerArgs",
+    "data_type_to_dtype",
+    "data_type_to_dyn_emb",
+    "dyn_emb_to_torch",
+    "string_to_evict_strategy",
+    "torch_to_dyn_emb",
 ]

@@ -4,6 +4,7 @@ and their way back to the ranks that asked."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.tables import DynamicTable
 from embstore.arrays import empty_tensor
-from embstore.batch import Access, Pooling, Request, run
+from embstore.batch import Access, Arrange, Pooling, Request, run
 
 
 class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
@@ -56,7 +57,9 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
     def fused_optimizer(self) -> DynamicEmbeddingFusedOptimizer:
         return self._optimizer
 
-    def _answer(self, requests: list[Request], out: torch.Tensor) -> torch.Tensor:
+    def _answer(
+        self, requests: list[Request], out: torch.Tensor, arrange: Arrange | None = None
+    ) -> torch.Tensor:
         """One engine call. An error that one rank may have alone is raised by all of them."""
         access = Access.TRAIN if self.training else Access.READ_ZERO
         for t in self._tables:
@@ -65,7 +68,14 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
         share_errors = self.training and self._group is not None and (self._checks or self._unscored)
         error = None
         try:
-            (out,) = run(requests, access=access, anchor=self._anchor, out=out, gradient_scale=scale)
+            (out,) = run(
+                requests,
+                access=access,
+                anchor=self._anchor,
+                out=out,
+                gradient_scale=scale,
+                arrange=arrange,
+            )
         except (RuntimeError, MemoryError) as failure:
             if not share_errors:
                 raise
@@ -110,30 +120,50 @@ class BagLookup(Lookup):
         self._widths = torch.tensor(widths, dtype=torch.int64)
         self._columns = torch.cumsum(self._widths, 0) - self._widths
         self._width = sum(widths)
-        self._positions: tuple[int, list[torch.Tensor]] = (-1, [])
+        self._blocks = [(dim, len(list(run_))) for dim, run_ in groupby(widths)]  # features of one width
+        self._ends = list(accumulate(features, initial=0))  # features before each table
+        self._places: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] = (-1, [])
 
-    def _positions_for(self, samples: int) -> list[torch.Tensor]:
-        """Of each table: where its bags begin in the output. Kept, as batches mostly have one size."""
-        if self._positions[0] != samples:
-            rows = torch.arange(samples, dtype=torch.int64) * self._width
+    def _places_for(self, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each table: where its bags begin in the output, and in the gradient as `_arranged` has it.
+        Kept, as batches mostly have one size."""
+        if self._places[0] != samples:
+            numbers = torch.arange(samples, dtype=torch.int64)
             of_tables = [
-                (columns[:, None] + rows).reshape(-1) for columns in self._columns.split(self._features)
+                (
+                    (columns[:, None] + numbers * self._width).reshape(-1),
+                    (columns[:, None] * samples + numbers * t.table.dim).reshape(-1),
+                )
+                for t, columns in zip(self._tables, self._columns.split(self._features), strict=True)
             ]
-            self._positions = (samples, of_tables)
-        return self._positions[1]
+            self._places = (samples, of_tables)
+        return self._places[1]
+
+    def _arranged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient feature by feature. A row reads its bags in any order: those of one feature then lie
+        in a piece that fits a cache, not one to a page."""
+        samples = gradient.shape[0]
+        out = empty_tensor((gradient.numel(),), gradient.dtype)
+        first = 0
+        for dim, features in self._blocks:
+            last = first + features * dim
+            piece = gradient[:, first:last].unflatten(1, (features, dim)).transpose(0, 1)
+            out[first * samples : last * samples].view(piece.shape).copy_(piece)
+            first = last
+        return out
 
     def forward(self, sparse_features: OwnedKeys) -> torch.Tensor:
         batch = sparse_features
         samples = sum(batch.samples)
         alone = self._world == 1
         requests = []
-        bag, positions = 0, self._positions_for(samples)
-        for t, features, mean, places in zip(
-            self._tables, self._features, self._mean, positions, strict=True
+        starts = batch.offsets[::samples].tolist() if samples else [0] * (self._ends[-1] + 1)
+        bounds = [starts[end] for end in self._ends]
+        for i, (t, mean, places) in enumerate(
+            zip(self._tables, self._mean, self._places_for(samples), strict=True)
         ):
-            offsets = batch.offsets[bag : bag + features * samples + 1]
-            first, last = int(offsets[0]), int(offsets[-1])
-            bag += features * samples
+            first, last = bounds[i], bounds[i + 1]
+            offsets = batch.offsets[self._ends[i] * samples : self._ends[i + 1] * samples + 1]
             requests.append(
                 Request(
                     t.table,
@@ -141,12 +171,13 @@ class BagLookup(Lookup):
                     Pooling.MEAN if alone and mean and batch.weights is None else Pooling.SUM,
                     offsets - first,
                     None if batch.weights is None else batch.weights[first:last],
-                    places,
+                    places[0],
+                    gradient_positions=places[1],
                 )
             )
         # Shares of several owners are added up in float32 before they are rounded.
         out = empty_tensor((samples, self._width), self._dtype if alone else torch.float32)
-        out = self._answer(requests, out)
+        out = self._answer(requests, out, self._arranged)
         if not alone:
             out = SumOfOwners.apply(out, batch.samples, self._group)
             if batch.mean_scale is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -45,6 +46,48 @@ _ADAM = ("beta1", "beta2", "betas", "eps", "weight_decay")
 _ADAGRAD = ("eps", "initial_accumulator_value")
 _KNOWN = {"sgd": (), "adam": _ADAM, "exact_adagrad": _ADAGRAD, "exact_row_wise_adagrad": _ADAGRAD}
 _COMMON = ("learning_rate", "gradient_clipping", "max_gradient")
+
+
+@dataclass
+class OptimizerArgs:
+    """Numbers of an optimizer, in the words of FBGEMM. An optimizer takes those that it has a use for; any
+    other that differs from its default warns when a table is made.
+
+        OptimizerArgs(learning_rate=0.1, eps=1e-10).fused_params(EmbOptimType.EXACT_ADAGRAD)
+    """
+
+    stochastic_rounding: bool = True
+    gradient_clipping: bool = False
+    max_gradient: float = 1.0
+    max_norm: float = 0.0
+    learning_rate: float = LEARNING_RATE
+    eps: float = EPS
+    initial_accumulator_value: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    weight_decay_mode: int = 0
+    eta: float = 0.001
+    momentum: float = 0.9
+    counter_halflife: int = -1
+    adjustment_iter: int = -1
+    adjustment_ub: float = 1.0
+    learning_rate_mode: int = -1
+    grad_sum_decay: int = -1
+    tail_id_threshold: float = 0
+    is_tail_id_thresh_ratio: int = 0
+    total_hash_size: int = 0
+    weight_norm_coefficient: float = 0
+    lower_bound: float = 0
+    regularization_mode: int = 0
+
+    def fused_params(self, optimizer: EmbOptimType) -> dict[str, Any]:
+        """What a sharder takes: the optimizer, and the numbers that differ from the defaults."""
+        usual = asdict(OptimizerArgs())
+        return {
+            "optimizer": optimizer,
+            **{name: value for name, value in asdict(self).items() if value != usual[name]},
+        }
 
 
 def engine_optimizer(fused_params: Mapping[str, Any], table: str) -> embstore.Optimizer:

@@ -79,7 +79,7 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 def _lengths(features: KeyedJaggedTensor) -> torch.Tensor:
     if features.variable_stride_per_key():
-        raise ValueError("features should have one batch size: dynamic tables do not take variable strides")
+        raise ValueError("features of different batch sizes should have inverse_indices but have none")
     return features.lengths().to("cpu").view(len(features.keys()), features.stride())
 
 

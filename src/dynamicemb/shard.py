@@ -26,6 +26,7 @@ from dynamicemb.lookup import Arrived, BagLookup, KeyLookup, Lookup
 from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.routing import BagRouting, Cell, KeyRouting
 from dynamicemb.tables import DynamicTable, HoldsDynamicTables, build_tables
+from dynamicemb.variable_batch import written_out
 
 _PREFIX = "dynamicemb."  # of the names of our groups, beside TorchRec's sharding types
 
@@ -245,6 +246,11 @@ class ShardedDynamicEmbeddingBagCollection(_DynamicCollection, ShardedEmbeddingB
         if isinstance(sharding_infos[0].param_sharding, DynamicEmbParameterSharding):
             return DynamicSharding(sharding_infos, env)
         return super().create_embedding_bag_sharding(sharding_infos, env, *args, **keywords)
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        if self.dynamic_tables and isinstance(features, KeyedJaggedTensor):
+            features = written_out(features)
+        return super().input_dist(ctx, features)
 
     def _keep_means_apart(self) -> None:
         """TorchRec divides the bags of row-wise MEAN features after the fact; ours are means already.

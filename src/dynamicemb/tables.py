@@ -16,7 +16,6 @@ from dynamicemb.agreement import gather, require_agreement
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
-from embstore.stores import Store
 
 
 @dataclass(eq=False)
@@ -70,9 +69,46 @@ class HoldsDynamicTables:
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def _store(sharding: DynamicEmbParameterSharding, options: embstore.TableOptions, rank: int) -> Store | None:
-    make = sharding.dynamicemb_options.external_storage
-    return None if make is None else make(options, rank)
+def engine_options(
+    name: str, dim: int, planned: DynamicEmbTableOptions, fused_params: Mapping[str, Any], seed: int
+) -> embstore.TableOptions:
+    """The engine's options of a table whose capacity and bounds are settled."""
+    return embstore.TableOptions(
+        name=name,
+        dim=dim,
+        dtype=_DTYPES[planned.embedding_dtype or torch.float32],
+        optimizer=engine_optimizer(fused_params, name),
+        initializer=planned.initializer_args.to_engine(),
+        init_capacity=planned.init_capacity,
+        max_capacity=planned.max_capacity,
+        bucket_capacity=planned.bucket_capacity,
+        max_load_factor=planned.max_load_factor,
+        score_strategy=planned.engine_strategy,
+        seed=seed,
+        check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
+        admission_threshold=planned.admit_strategy.threshold if planned.admit_strategy else 0,
+    )
+
+
+def make_table(
+    engine: embstore.TableOptions,
+    planned: DynamicEmbTableOptions,
+    *,
+    world: int = 1,
+    rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> DynamicTable:
+    """The part of this rank, empty, over the store that the options ask for."""
+    make_store = planned.external_storage
+    return DynamicTable(
+        name=engine.name,
+        table=embstore.Table(engine, store=None if make_store is None else make_store(engine, rank)),
+        options=planned,
+        ownership=planned.ownership,
+        world=world,
+        rank=rank,
+        process_group=group,
+    )
 
 
 def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> dict[str, DynamicTable]:
@@ -82,41 +118,16 @@ def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> di
     """
     group = env.process_group
     seed = gather(torch.initial_seed(), group)[0]
-    options: dict[str, embstore.TableOptions] = {}
-    shardings: dict[str, DynamicEmbParameterSharding] = {}
+    tables: dict[str, tuple[embstore.TableOptions, DynamicEmbTableOptions]] = {}
     for info in infos:
         sharding = info.param_sharding
         assert isinstance(sharding, DynamicEmbParameterSharding) and sharding.dynamicemb_options
         name, planned = info.embedding_config.name, sharding.dynamicemb_options
-        shardings[name] = sharding
-        options[name] = embstore.TableOptions(
-            name=name,
-            dim=info.embedding_config.embedding_dim,
-            dtype=_DTYPES[planned.embedding_dtype or torch.float32],
-            optimizer=engine_optimizer(info.fused_params or {}, name),
-            initializer=planned.initializer_args.to_engine(),
-            init_capacity=planned.init_capacity,
-            max_capacity=planned.max_capacity,
-            bucket_capacity=planned.bucket_capacity,
-            max_load_factor=planned.max_load_factor,
-            score_strategy=planned.engine_strategy,
-            seed=seed,
-            check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
-            admission_threshold=planned.admit_strategy.threshold if planned.admit_strategy else 0,
-        )
-    description = {
-        name: f"{o}, {describe(shardings[name].dynamicemb_options)}" for name, o in options.items()
-    }
+        dim = info.embedding_config.embedding_dim
+        tables[name] = (engine_options(name, dim, planned, info.fused_params or {}, seed), planned)
+    description = {name: f"{engine}, {describe(planned)}" for name, (engine, planned) in tables.items()}
     require_agreement("tables", description, group)
     return {
-        name: DynamicTable(
-            name=name,
-            table=embstore.Table(table_options, store=_store(shardings[name], table_options, env.rank)),
-            options=shardings[name].dynamicemb_options,
-            ownership=shardings[name].dynamicemb_options.ownership,
-            world=env.world_size,
-            rank=env.rank,
-            process_group=group,
-        )
-        for name, table_options in options.items()
+        name: make_table(engine, planned, world=env.world_size, rank=env.rank, group=group)
+        for name, (engine, planned) in tables.items()
     }

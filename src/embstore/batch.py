@@ -48,6 +48,7 @@ class Request:
     positions  (bags) int64: element offsets of the bags (or runs) in `out`, or None for one after the other
     initial    (n, dim) float32: what keys start with where they are not stored, or None for the initializer
     out        where the vectors go; made when None: (n, dim) or (bags, dim) of `dtype`
+    gradient_positions  as `positions`, in the gradient as `Batch.arrange` returns it; None: the same
     """
 
     table: Table
@@ -59,6 +60,7 @@ class Request:
     initial: torch.Tensor | None = None
     out: torch.Tensor | None = None
     dtype: torch.dtype | None = None
+    gradient_positions: torch.Tensor | None = None
 
     @property
     def bags(self) -> int:
@@ -78,6 +80,11 @@ def _pointer(tensor: torch.Tensor | None) -> int:
 
 # Takes (table, gradient request, slots) of every table of a batch, and updates or keeps them.
 Update = Callable[[Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]], None]
+
+
+# Takes the gradient of the tensor that all requests wrote into, and returns it in the order of
+# `Request.gradient_positions`.
+Arrange = Callable[[torch.Tensor], torch.Tensor]
 
 
 def update_rows(gradients: Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]) -> None:
@@ -103,8 +110,10 @@ class Batch:
         counts: bool = True,
         out: torch.Tensor | None = None,
         gradient_scale: float = 1.0,
+        arrange: Arrange | None = None,
     ) -> None:
         self.requests = requests
+        self.arrange = arrange
         self.update = update
         self.counts = counts
         self.out = out
@@ -152,7 +161,10 @@ class Batch:
         """Hands the gradients of the outputs to `update`; returns those of the weights."""
         core_requests, of_weights, kept = [], [], []
         if len(gradients) == 1:  # of the one tensor that all requests wrote into
-            gradients = [_engine_gradient(gradients[0])] * len(self.requests)
+            gradient = _engine_gradient(gradients[0])
+            if self.arrange is not None and gradient is not None:
+                gradient = self.arrange(gradient)
+            gradients = [gradient] * len(self.requests)
         for r, slots, gradient, wanted in zip(
             self.requests, self.slots, gradients, weights_wanted, strict=True
         ):
@@ -172,7 +184,7 @@ class Batch:
                     g.data_ptr(),
                     int(engine_dtype(g.dtype) or 0),
                     r.table.dim,
-                    _pointer(r.positions),
+                    _pointer(r.positions if r.gradient_positions is None else r.gradient_positions),
                     step,
                 )
                 if wanted and r.weights is not None:
@@ -223,6 +235,7 @@ def run(
     weights: Sequence[torch.Tensor | None] | None = None,
     out: torch.Tensor | None = None,
     gradient_scale: float = 1.0,
+    arrange: Arrange | None = None,
 ) -> list[torch.Tensor]:
     """The vectors of a batch, connected to autograd when it trains and gradients are enabled.
 
@@ -231,8 +244,9 @@ def run(
     weights  the caller's weight tensors where they may want a gradient (the requests hold the values)
     out      a tensor that all requests write into, each at its positions; it is then the one result
     gradient_scale  factor of the summed gradients, such as 1 / world
+    arrange  puts the gradient of `out` into the order of the requests' `gradient_positions`
     """
-    batch = Batch(requests, update, counts=counts, out=out, gradient_scale=gradient_scale)
+    batch = Batch(requests, update, counts=counts, out=out, gradient_scale=gradient_scale, arrange=arrange)
     if access == Access.TRAIN and torch.is_grad_enabled():
         inputs = weights or [None] * len(requests)
         return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]

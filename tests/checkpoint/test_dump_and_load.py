@@ -380,3 +380,34 @@ def test_checksums_are_those_of_zlib() -> None:
         assert crc32(data, 5) == zlib.crc32(data.tobytes(), 5)
         head, tail = data[: n // 3].tobytes(), data[n // 3 :].tobytes()
         assert _core.crc32_combine(zlib.crc32(head), zlib.crc32(tail), len(tail)) == zlib.crc32(head + tail)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["timestamp", "step", "lfu"])
+def test_a_smaller_table_keeps_the_highest_scores(tmp_path: Path, layout: str, strategy: str) -> None:
+    large = make(score_strategy=strategy)
+    keys = np.random.default_rng(0).permutation(1000)
+    scores = np.random.default_rng(1).permutation(1000) + 1
+    large.insert_or_assign(keys, np.repeat(scores[:, None], 5, 1), scores=scores)
+    embstore.dump(tmp_path / "d", {"model": {"user": large}}, optim=True, layout=layout)
+    small = make(score_strategy=strategy, init_capacity=128, max_capacity=128)  # one bucket
+    embstore.load(tmp_path / "d", {"model": {"user": small}}, optim=True)
+    kept = small.rows()
+    assert sorted(kept.scores.tolist()) == list(range(873, 1001))
+    np.testing.assert_array_equal(kept.values[:, 0], kept.scores)
+    assert small.stats().refusals == 0
+
+
+def test_a_damaged_file_leaves_an_empty_table_empty_and_a_filled_one_as_it_was(tmp_path: Path) -> None:
+    table = make()
+    train(table, 3)
+    embstore.dump(tmp_path / "d", {"model": {"user": table}}, optim=True)
+    flip(tmp_path / "d" / "model" / "user_values")
+    empty, filled = make(), make()
+    filled.find_or_insert([5])
+    before = filled.rows()
+    for target in (empty, filled):
+        with pytest.raises(embstore.CheckpointError, match="user_values: its checksum is wrong"):
+            embstore.load(tmp_path / "d", {"model": {"user": target}}, optim=True)
+    assert len(empty) == 0 and empty.optimizer_step == 0 and empty.score == 1
+    require_same(filled, before)

@@ -135,3 +135,22 @@ def test_torch_distributed_checkpoint_holds_tables_too(tmp_path: Path, world: in
     require_same(whole(before), whole(after))
     np.testing.assert_allclose(after[0]["losses"], before[0]["losses"], rtol=1e-12)
     assert after[0]["dense"] == before[0]["dense"]
+
+
+def test_a_read_only_folder_raises_on_every_rank_and_keeps_the_old_dump(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(tmp_path)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
+    try:
+        ranks.run(2, jobs.dump_plain, str(tmp_path / "old"))
+        before = files_in(tmp_path)
+        # Permissions do not hold root back, a file system that is read-only does.
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        for name in ("new", "deeper/new"):
+            failures = ranks.errors(2, jobs.dump_plain, str(tmp_path / name))
+            assert all("Read-only file system" in message for _, message, _ in failures), failures
+        assert files_in(tmp_path) == before
+        embstore.open_dump(tmp_path / "old").verify()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

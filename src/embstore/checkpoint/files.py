@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from embstore import _core
 from embstore.arrays import address
 from embstore.checkpoint.ranks import CheckpointError
 
-READ_BYTES = 8 << 20
+READ_BYTES = 1 << 20
+_local = threading.local()
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -53,10 +55,18 @@ def combine(pieces: list[tuple[int, int, int]]) -> int:
     return whole
 
 
+def _read_buffer() -> npt.NDArray[np.uint8]:
+    """Kept for the thread: pages that are new cost more than the reading."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = np.empty(READ_BYTES, np.uint8)
+    buffer: npt.NDArray[np.uint8] = _local.buffer
+    return buffer
+
+
 def file_crc32(path: Path, offset: int = 0, size: int | None = None) -> int:
     """The CRC-32 of a file, or of a range of it."""
     size = path.stat().st_size - offset if size is None else size
-    buffer = np.empty(min(size, READ_BYTES), np.uint8)
+    buffer = _read_buffer()
     crc = 0
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)

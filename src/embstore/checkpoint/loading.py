@@ -1,6 +1,7 @@
 """Loading a dump of any layout and world size into tables.
 
-Everything is checked on all ranks (sizes, descriptions, checksums) before the first row is placed.
+Sizes and descriptions are checked on all ranks before the first row is placed, and checksums too where the
+tables have rows. Empty tables are filled while the checksums are taken, and emptied again if one is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
-from embstore.checkpoint.reading import Dump, DumpTable, PartReader, verify
+from embstore.checkpoint.reading import Dump, DumpTable, PartReader, PartSums, Pieces, verify
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import ORIGINAL_TYPES, TableSpec
 from embstore.options import ScoreStrategy
@@ -48,16 +49,47 @@ def load(
     def open_all() -> None:
         pairs.extend(open_tables(Path(path), tables, optim))
 
+    def owners() -> list[Ownership]:
+        return [ownership_of(ownership, stored.collection, stored.name) for stored, _ in pairs]
+
+    def may_undo() -> bool:
+        return all(
+            stored.entry is not None
+            and table.store is None
+            and len(table) == 0
+            and written_alike(stored, ranks, by)
+            and not may_overflow(stored, table, ranks, by)
+            for (stored, table), by in zip(pairs, owners())
+        )
+
     ranks.agree(open_all)
-    if check:
-        verify([stored for stored, _ in pairs], ranks)
+    everything = [stored for stored, _ in pairs]
+    # Empty tables can be made empty again, so their rows may come before the verdict about the files.
+    one_pass = check and all(ranks.agree(may_undo))
+    if check and not one_pass:
+        verify(everything, ranks)
 
-    def place_all() -> None:
+    def place_all() -> Pieces:
+        sums: Pieces = {}
+        for (stored, table), by in zip(pairs, owners()):
+            place(stored, table, optim, ranks, by, sums if one_pass else None)
+        return sums
+
+    try:
+        sums = ranks.agree(place_all)
+        if one_pass:
+            verify(everything, ranks, sums)
+    except BaseException:
+        if one_pass:
+            for _, table in pairs:
+                table.clear()
+        raise
+
+    def restore_all() -> None:
         for stored, table in pairs:
-            by = ownership_of(ownership, stored.collection, stored.name)
-            place(stored, table, optim, ranks, by)
+            restore_counters(stored, table, optim)
 
-    ranks.agree(place_all)
+    ranks.agree(restore_all)
 
 
 def open_tables(path: Path, tables: Tables, optim: bool) -> list[tuple[DumpTable, Table]]:
@@ -121,12 +153,18 @@ def require_fit(stored: DumpTable, table: TableSpec, optim: bool) -> None:
                     )
 
 
-def place(stored: DumpTable, table: Table, optim: bool, ranks: Ranks, ownership: Ownership) -> None:
-    """Puts the rows of this rank into the table, then its counters."""
+def place(
+    stored: DumpTable,
+    table: Table,
+    optim: bool,
+    ranks: Ranks,
+    ownership: Ownership,
+    sums: Pieces | None = None,
+) -> None:
+    """Puts the rows of this rank into the table. Adds the checksums of what was read to `sums`."""
     room = min(table.stats().max_capacity, max(len(table), stored.rows // ranks.world))
     table.reserve(room)
-    place_blocks(stored, table, optim, ranks, ownership, fresh_state(TableSpec.of(table)))
-    restore_counters(stored, table, optim)
+    place_blocks(stored, table, optim, ranks, ownership, fresh_state(TableSpec.of(table)), sums)
 
 
 def place_blocks(
@@ -136,11 +174,15 @@ def place_blocks(
     ranks: Ranks,
     ownership: Ownership,
     fresh: npt.NDArray[np.float32],
+    sums: Pieces | None = None,
 ) -> None:
     """Assigns the rows of this rank. Without optim their states become `fresh`."""
     spec = TableSpec.of(table)
     default_score = max(table.score, 1) if spec.score_strategy != "lfu" else 1
-    blocks = owned_blocks(stored, ranks, ownership, block_rows(spec))
+    if may_overflow(stored, table, ranks, ownership):
+        blocks = ascending_blocks(stored, ranks, ownership, table.options.bucket_capacity)
+    else:
+        blocks = owned_blocks(stored, ranks, ownership, block_rows(spec), sums)
     # The next block is read while this one is placed.
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(next, blocks, None)
@@ -161,10 +203,37 @@ def fresh_state(spec: TableSpec) -> npt.NDArray[np.float32]:
     return np.concatenate(state) if state else np.empty(0, np.float32)
 
 
-def owned_blocks(stored: DumpTable, ranks: Ranks, ownership: Ownership, rows_at_once: int) -> Iterator[Rows]:
-    """The rows that belong to this rank, in blocks."""
+def written_alike(stored: DumpTable, ranks: Ranks, ownership: Ownership) -> bool:
+    """Whether the dump keeps the rows of this rank together: as many ranks wrote it, with the same owners."""
     of, entry = stored.manifest, stored.entry
-    same = of is not None and of.world == ranks.world and entry is not None and entry.ownership == ownership
+    return of is not None and of.world == ranks.world and entry is not None and entry.ownership == ownership
+
+
+def may_overflow(stored: DumpTable, table: Table, ranks: Ranks, ownership: Ownership) -> bool:
+    """Whether buckets may be too small for the rows that come: not where they come from the same buckets, nor
+    where the table stays half empty."""
+    most, spec = table.stats().max_capacity, stored.spec
+    if not stored.has_scores or table.options.score_strategy == ScoreStrategy.NO_EVICTION:
+        return False
+    same_buckets = (
+        spec is not None
+        and len(table) == 0
+        and written_alike(stored, ranks, ownership)
+        and (spec.max_capacity, spec.bucket_capacity)
+        == (table.options.max_capacity, table.options.bucket_capacity)
+    )
+    return not same_buckets and len(table) + stored.rows // ranks.world > most // 2
+
+
+def owned_blocks(
+    stored: DumpTable,
+    ranks: Ranks,
+    ownership: Ownership,
+    rows_at_once: int,
+    sums: Pieces | None = None,
+) -> Iterator[Rows]:
+    """The rows that belong to this rank, in blocks."""
+    entry, same = stored.entry, written_alike(stored, ranks, ownership)
     for reader in stored.readers:
         begin, end = 0, reader.part.rows
         if same and entry and reader.part.rank is None:
@@ -172,12 +241,41 @@ def owned_blocks(stored: DumpTable, ranks: Ranks, ownership: Ownership, rows_at_
             end = begin + entry.rows_of_rank[ranks.rank]
         elif same and reader.part.rank != ranks.rank:
             continue
-        for first in range(begin, end, rows_at_once):
-            last = min(first + rows_at_once, end)
-            mine = None if same else _mine(reader, first, last, ranks, ownership)
-            rows = reader.read(first, last, mine)
-            if len(rows):
-                yield rows
+        summing = None if sums is None else PartSums(reader.part)
+        try:
+            for first in range(begin, end, rows_at_once):
+                last = min(first + rows_at_once, end)
+                if summing is not None:
+                    summing.add(first, last)
+                mine = None if same else _mine(reader, first, last, ranks, ownership)
+                rows = reader.read(first, last, mine)
+                if len(rows):
+                    yield rows
+        finally:
+            if summing is not None and sums is not None:
+                summing.close()
+                sums |= summing.pieces
+
+
+def ascending_blocks(
+    stored: DumpTable, ranks: Ranks, ownership: Ownership, rows_at_once: int
+) -> Iterator[Rows]:
+    """The rows of this rank, the smallest scores first, so that a full bucket ends with its highest. No more
+    at once than a bucket has room for: keys of one call do not make way for each other."""
+    parts, places, scores = [], [], []
+    for number, reader in enumerate(stored.readers):
+        mine = _mine(reader, 0, reader.part.rows, ranks, ownership)
+        of_part = np.arange(reader.part.rows) if mine is None else np.flatnonzero(mine)
+        parts.append(np.full(len(of_part), number, np.int32))
+        places.append(of_part)
+        scores.append(reader.scores(0, reader.part.rows)[of_part])
+    part, row = np.concatenate(parts), np.concatenate(places)
+    order = np.argsort(np.concatenate(scores), kind="stable")
+    for first in range(0, len(order), rows_at_once):
+        now = order[first : first + rows_at_once]
+        yield Rows.concatenate(
+            [stored.readers[n].take(row[now[part[now] == n]]) for n in np.unique(part[now])]
+        )
 
 
 def _mine(

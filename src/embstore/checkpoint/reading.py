@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint import layouts, manifest
-from embstore.checkpoint.files import combine, file_crc32
+from embstore.checkpoint.files import combine, crc32, file_crc32
 from embstore.checkpoint.layouts import Floats, Part
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.ranks import CheckpointError, Ranks
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 VERIFY_BYTES = 32 << 20
+Pieces = dict[str, list[tuple[int, int, int]]]  # path -> (offset, bytes, crc)
 
 
 def _map(path: Path, dtype: Any, shape: tuple[int, ...]) -> Array:
@@ -81,9 +82,12 @@ class PartReader:
 
     def scores(self, begin: int, end: int) -> npt.NDArray[np.uint64]:
         """Scores; ages are turned into the time of last use. 0 where there is no score file."""
+        return self._times(end - begin, slice(begin, end))
+
+    def _times(self, n: int, which: Any) -> npt.NDArray[np.uint64]:
         if self._scores is None:
-            return np.zeros(end - begin, np.uint64)
-        stored = self._scores[begin:end]
+            return np.zeros(n, np.uint64)
+        stored = self._scores[which]
         if self._ages_from_ns is None:
             return np.asarray(stored)
         times = np.int64(self._ages_from_ns) - stored.view(np.int64)
@@ -99,12 +103,49 @@ class PartReader:
         columns = [self.keys[begin:end], self.values[begin:end], self.scores(begin, end), *states]
         if mine is not None:
             columns = [column[mine] for column in columns]
-        keys, values, scores, *states = columns
+        return self._joined(*columns)
+
+    def take(self, rows: Array) -> Rows:
+        """Rows by their numbers."""
+        states = [
+            mapped[rows if order is None else order[rows]]
+            for mapped, order in zip(self._states, self._orders)
+        ]
+        return self._joined(self.keys[rows], self.values[rows], self._times(len(rows), rows), *states)
+
+    @staticmethod
+    def _joined(keys: Array, values: Array, scores: Array, *states: Array) -> Rows:
         if not states:
             joined: Array = np.empty((len(keys), 0), np.float32)
         else:
             joined = states[0] if len(states) == 1 else np.concatenate(states, axis=1)
         return Rows(keys, values, joined, scores)
+
+
+class PartSums:
+    """Checksums of the files of a part, taken block by block while its rows are read."""
+
+    AHEAD_BYTES = 8 << 20  # of each file; the disk reads them while the rows before are placed
+
+    def __init__(self, part: Part) -> None:
+        self.pieces: Pieces = {str(path): [] for path in part.files}
+        self._files: list[tuple[str, Array, int, int]] = []
+        for path in part.files if part.rows else []:
+            size = path.stat().st_size
+            mapped = _map(path, np.uint8, (size,))
+            self._files.append((str(path), mapped, size // part.rows, os.open(path, os.O_RDONLY)))
+
+    def add(self, begin: int, end: int) -> None:
+        """Sums rows [begin, end)."""
+        for name, mapped, row_bytes, fd in self._files:
+            first, last = begin * row_bytes, end * row_bytes
+            os.posix_fadvise(fd, last, self.AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            self.pieces[name].append((first, last - first, crc32(mapped[first:last])))
+
+    def close(self) -> None:
+        for *_, fd in self._files:
+            os.close(fd)
+        self._files = []
 
 
 class DumpTable:
@@ -356,13 +397,19 @@ def _is_collection(path: Path) -> bool:
     return (path / manifest.NAME).is_file() or bool(layouts.stems_in(path))
 
 
-def verify(tables: list[DumpTable], ranks: Ranks) -> int:
-    """Checks the files of some tables, shared out among the ranks."""
+def verify(tables: list[DumpTable], ranks: Ranks, known: list[Pieces] | None = None) -> int:
+    """Checks the files of some tables, shared out among the ranks. Those of which `known` has the checksums,
+    from all ranks, are not read again."""
+    pieces: Pieces = {}
+    for answer in known or []:
+        for name, more in answer.items():
+            pieces.setdefault(name, []).extend(more)
     units = [
         (table.folder / name, offset, min(VERIFY_BYTES, stored["bytes"] - offset))
         for table in tables
         for name, stored in table.files().items()
         for offset in range(0, stored["bytes"], VERIFY_BYTES)
+        if str(table.folder / name) not in pieces
     ]
     mine = units[ranks.rank :: ranks.world]
 
@@ -371,9 +418,8 @@ def verify(tables: list[DumpTable], ranks: Ranks) -> int:
             sums = list(pool.map(lambda unit: file_crc32(*unit), mine))
         return [(str(path), (offset, size, crc)) for (path, offset, size), crc in zip(mine, sums)]
 
-    pieces: dict[str, list[tuple[int, int, int]]] = {}
-    for answer in ranks.agree(read):
-        for name, piece in answer:
+    for found in ranks.agree(read):
+        for name, piece in found:
             pieces.setdefault(name, []).append(piece)
     total = 0
     for table in tables:

@@ -374,3 +374,36 @@ def over_a_store() -> dict[str, Any]:
     vectors = outputs(model(bags(range(300))))["f0"]
     (table,) = tables(model).values()
     return {"vectors": vectors.unique().tolist(), "size": len(table), "evictions": table.stats().evictions}
+
+
+def variable_batch(dynamic: bool, weighted: bool) -> dict[str, Any]:
+    """Three steps with batches whose features have different sizes, and the rows or weights after them."""
+    names = ("t0", "t1")
+    specs = [Spec(n, (f"f{i}",), options={} if dynamic else None) for i, n in enumerate(names)]
+    model = dmp("ebc", specs, weighted=weighted)
+    answers = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        lengths = torch.tensor([2, 0, 3, 1])  # three bags of f0, one of f1
+        batch = KeyedJaggedTensor(
+            ["f0", "f1"],
+            torch.randint(0, 20, (6,), generator=generator),
+            weights=torch.rand(6, generator=generator) if weighted else None,
+            lengths=lengths,
+            stride_per_key_per_rank=[[3], [1]],
+            inverse_indices=(["f0", "f1"], torch.tensor([[0, 1, 2, 2, 0], [0, 0, 0, 0, 0]])),
+        )
+        answer = model(batch)
+        loss_of(answer).backward()
+        answers.append({name: vectors.detach() for name, vectors in outputs(answer).items()})
+    return {"answers": answers, "rows": rows(model)}
+
+
+def variable_batch_without_inverse() -> None:
+    batch = KeyedJaggedTensor(
+        ["f0", "f1"],
+        torch.arange(3),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    dmp("ebc", [Spec("t0", ("f0",)), Spec("t1", ("f1",))])(batch).values()

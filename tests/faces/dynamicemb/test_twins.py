@@ -71,6 +71,19 @@ def test_weighted_and_averaged_bags_are_those_of_static_torchrec(mean: bool, wor
                     torch.testing.assert_close(mine[name], other[name].nan_to_num(0.0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_features_of_different_batch_sizes_are_those_of_static_torchrec(weighted: bool, world: int) -> None:
+    static = ranks.run(world, jobs.variable_batch, False, weighted)
+    dynamic = ranks.run(world, jobs.variable_batch, True, weighted)
+    for ours, theirs in zip(dynamic, static, strict=True):
+        assert ours["answers"][0]["f0"].shape == (5, 8)
+        for mine, other in zip(ours["answers"], theirs["answers"], strict=True):
+            for name in mine:
+                torch.testing.assert_close(mine[name], other[name], rtol=1e-5, atol=1e-5)
+    assert all_rows([answer["rows"] for answer in dynamic])["t0"]
+
+
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.02, "eps": 1e-6, "weight_decay": 0.1}
 
 
@@ -150,3 +163,8 @@ def test_any_key_has_one_owner_on_three_ranks(dist_type: str) -> None:
     if dist_type == "roundrobin":
         for rank, part in enumerate(parts):
             assert all((key % 2**64) % 3 == rank for key in part["t0"])
+
+
+def test_different_batch_sizes_without_inverse_indices_are_refused_on_every_rank() -> None:
+    for _, message, _ in ranks.errors(2, jobs.variable_batch_without_inverse):
+        assert "inverse indices must be provided" in message  # TorchRec says so
