@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from dynamicemb.agreement import gather, require_agreement
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
-from embstore.stores import Store
+from embstore.stores import Store, row_bytes
 
 
 @dataclass(eq=False)
@@ -75,6 +75,16 @@ def _store(sharding: DynamicEmbParameterSharding, options: embstore.TableOptions
     return None if make is None else make(options, rank)
 
 
+def _within_budget(options: embstore.TableOptions, planned: DynamicEmbTableOptions) -> embstore.TableOptions:
+    """With `caching`, memory holds the rows that fit `local_hbm_for_values`; the others are in the store."""
+    if not (planned.caching and planned.external_storage and planned.local_hbm_for_values):
+        return options
+    rows = planned.local_hbm_for_values // row_bytes(options.dim, options.optimizer, options.dtype)
+    bucket = options.bucket_capacity
+    capacity = min(options.max_capacity, max(rows // bucket, 1) * bucket)
+    return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
+
+
 def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> dict[str, DynamicTable]:
     """The tables of a plan on this rank. ValueError on every rank when the ranks disagree about one.
 
@@ -89,7 +99,7 @@ def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> di
         assert isinstance(sharding, DynamicEmbParameterSharding) and sharding.dynamicemb_options
         name, planned = info.embedding_config.name, sharding.dynamicemb_options
         shardings[name] = sharding
-        options[name] = embstore.TableOptions(
+        whole = embstore.TableOptions(
             name=name,
             dim=info.embedding_config.embedding_dim,
             dtype=_DTYPES[planned.embedding_dtype or torch.float32],
@@ -104,6 +114,7 @@ def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> di
             check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
             admission_threshold=planned.admit_strategy.threshold if planned.admit_strategy else 0,
         )
+        options[name] = _within_budget(whole, planned)
     description = {
         name: f"{o}, {describe(shardings[name].dynamicemb_options)}" for name, o in options.items()
     }
