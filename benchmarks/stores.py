@@ -1,19 +1,19 @@
 """The SSD store against RocksDB (rocksdict), against the device, and a cached table against one in memory.
 
 ssd-warm-B      random batch get and put of 10M rows of B bytes, files in the page cache, against RocksDB
-ssd-cold-B      random batch get past the page cache, against the device's own random reads of the same size and
-                queue depth (device_reads.cpp), and against RocksDB with direct reads
+ssd-cold-B      random batch get past the page cache, against the device's own random reads of the same size
+                and queue depth (device_reads.cpp), and against RocksDB with direct reads
 ssd-written-B   bytes written for a byte put, overwriting every row once at random, against RocksDB
 ssd-train-warm  a training step (dim 32, Adam) with 10 % of the rows in memory and look-ahead, against all in
-ssd-train-cold  memory; warm through the page cache, cold past it, where the bound is the longer of the step in
-                memory and the time that the device takes for the rows that were missing
+ssd-train-cold  memory; warm through the page cache, cold past it, where the bound is the longer of the step
+                in memory and the time that the device takes for the rows that were missing
 
 RocksDB is set up as its documentation advises for point lookups: bloom filters of 10 bits, a block cache with
 a hash index in data blocks, as many background jobs as cores, no write-ahead log, batched writes, MultiGet.
 It is fully compacted before it is read, and its keys are made into bytes before the clock runs.
 
-Filling both takes longer than measuring them. `python -m benchmarks.stores DIRECTORY` does only that, and with
-EMBSTORE_BENCH_DATA=DIRECTORY in the environment the works use what is there.
+Filling both takes longer than measuring them. `python -m benchmarks.stores DIRECTORY` does only that, and
+with EMBSTORE_BENCH_DATA=DIRECTORY in the environment the works use what is there.
 """
 
 import os
@@ -161,7 +161,7 @@ def interleaved(sides, rounds: int) -> list[float]:
 
 
 def device_reads(files: list[Path], block: int, seconds: float = 2.0) -> float:
-    """Random reads of `block` bytes a second of the device, past the page cache, as many at once as we have."""
+    """Random reads of `block` bytes a second of the device, past the page cache, as deep as ours."""
     source = Path(__file__).with_name("device_reads.cpp")
     with Scratch() as path:
         program = path / "device_reads"

@@ -8,8 +8,8 @@
     keys      40  -7  99          slots      0   1   2          rows[slot] = [vector | optimizer state]
 
 It is a write-back cache of its table: missing rows are copied up, changed ones go down before their slot is
-used again, with their optimizer state. Built of plain torch operations (index_select, index_copy_), so that the
-same code runs on every device, the CPU too. It has not been measured on a GPU.
+used again, with their optimizer state. Built of plain torch operations (index_select, index_copy_), so that
+the same code runs on every device, the CPU too. It has not been measured on a GPU.
 """
 
 from __future__ import annotations

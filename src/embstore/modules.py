@@ -65,8 +65,8 @@ class PendingGradients:
 class TableModule(nn.Module):
     """Base of the modules: some tables, trained in backward or by `step`.
 
-    device_rows  > 0: this many rows of each table are kept on the device of the module (`.to(device)`, the CPU
-                 at first), where lookups and updates run; `flush` writes them back to the tables
+    device_rows  > 0: this many rows of each table are kept on the device of the module (`.to(device)`, the
+                 CPU at first), where lookups and updates run; `flush` writes them back to the tables
     """
 
     def __init__(self, tables: Sequence[Table], *, update_in_backward: bool, device_rows: int = 0) -> None:

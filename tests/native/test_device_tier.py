@@ -150,7 +150,7 @@ def test_more_keys_than_rows_and_double_backward_raise_and_change_nothing():
         out.sum().backward()
 
 
-def test_a_table_that_fails_leaves_the_tier_usable():
+def test_a_table_that_fails_leaves_the_tier_usable(monkeypatch):
 
     table = embstore.Table("t", dim=2, optimizer=embstore.SGD(lr=1.0))
     tier = DeviceTier(table, "cpu", 4)
