@@ -1,24 +1,29 @@
 """The SSD store against RocksDB (rocksdict), against the device, and a cached table against one in memory.
 
 ssd-warm-B      random batch get and put of 10M rows of B bytes, files in the page cache, against RocksDB
-ssd-cold-B      random batch get past the page cache, against the device's own random reads of 4 KiB with 32
-                threads, and against RocksDB with direct reads
+ssd-cold-B      random batch get past the page cache, against the device's own random reads of the same size
+                and queue depth (device_reads.cpp), and against RocksDB with direct reads
 ssd-written-B   bytes written for a byte put, overwriting every row once at random, against RocksDB
 ssd-train-warm  a training step (dim 32, Adam) with 10 % of the rows in memory and look-ahead, against all in
-ssd-train-cold  memory; warm through the page cache, cold past it
+ssd-train-cold  memory; warm through the page cache, cold past it, where the bound is the longer of the step
+                in memory and the time that the device takes for the rows that were missing
 
 RocksDB is set up as its documentation advises for point lookups: bloom filters of 10 bits, a block cache with
 a hash index in data blocks, as many background jobs as cores, no write-ahead log, batched writes, MultiGet.
 It is fully compacted before it is read, and its keys are made into bytes before the clock runs.
+
+Filling both takes longer than measuring them. `python -m benchmarks.stores DIRECTORY` does only that, and
+with EMBSTORE_BENCH_DATA=DIRECTORY in the environment the works use what is there.
 """
 
 import os
-import random
 import shutil
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +34,11 @@ from embstore.lookahead import LookAhead
 from embstore.stores import SsdStore, row_bytes
 
 from .ids import scatter, zipf_batches
-from .registry import Row, Run, register
+from .registry import Row, Run, Sizes, register
 from .timing import set_threads
 
 BATCH = 65_536
+SECTOR, QUEUE_DEPTH = 512, 128  # of the store's direct reads
 GET_WANTED, WRITTEN_WANTED, COLD_WANTED = 5.0, 2.0, 0.85
 
 
@@ -102,19 +108,45 @@ def written_bytes() -> int:
     return int(fields["write_bytes"])
 
 
-def filled(rows: int, width: int, path: Path, direct: bool) -> tuple[SsdStore, RocksDb, np.ndarray]:
+@contextmanager
+def filled(rows: int, width: int, direct: bool) -> Iterator[tuple[SsdStore, RocksDb, np.ndarray]]:
+    """Both stores with the same rows, from EMBSTORE_BENCH_DATA or made for this run."""
     keys = scatter(np.arange(rows)).numpy()
-    ours = SsdStore(path / "ours", width, direct=direct)
-    theirs = RocksDb(path / "theirs", direct)
+    with Scratch() as scratch:
+        path = Path(os.environ.get("EMBSTORE_BENCH_DATA", scratch)) / f"{rows}-{width}"
+        if not (path / "filled").exists():
+            fill(path, keys, width)
+        ours = SsdStore(path / "ours", width, direct=direct)
+        ours.load_snapshot("filled")
+        ours.delete_snapshot("filled")
+        theirs = RocksDb(path / "theirs", direct)
+        if not direct:
+            for file in path.rglob("*"):
+                if file.is_file():
+                    with file.open("rb", buffering=0) as source:
+                        while source.read(1 << 22):
+                            pass
+        yield ours, theirs, keys
+        ours.snapshot("filled")  # for the next run: it has all keys, whatever was put meanwhile
+        theirs.close()
+        ours.close()
+
+
+def fill(path: Path, keys: np.ndarray, width: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    ours, theirs = SsdStore(path / "ours", width), RocksDb(path / "theirs", False)
     rng = np.random.default_rng(0)
-    for start in range(0, rows, BATCH):
+    for start in range(0, len(keys), BATCH):
         part = keys[start : start + BATCH]
         values = rng.integers(0, 256, (len(part), width), dtype=np.uint8)
         ours.put(part, values)
         theirs.put(part, values)
-    ours.flush()
+    ours.snapshot("filled")
     theirs.settle()
-    return ours, theirs, keys
+    ours.close()
+    theirs.close()
+    (path / "filled").touch()
 
 
 def interleaved(sides, rounds: int) -> list[float]:
@@ -128,28 +160,14 @@ def interleaved(sides, rounds: int) -> list[float]:
     return [float(np.median(seconds[1:])) for seconds in spent]
 
 
-def device_reads(path: Path, seconds: float = 2.0, threads: int = 32) -> float:
-    """Random 4 KiB reads a second of the device, past the page cache, on a file of the store."""
-    files = sorted(path.glob("ours/values/*"))
-    fd = os.open(files[0], os.O_RDONLY | os.O_DIRECT)
-    blocks, counts, end = os.fstat(fd).st_size // 4096, [0] * threads, time.perf_counter() + seconds
-
-    def read(number: int) -> None:
-        import mmap
-
-        page = mmap.mmap(-1, 4096)  # aligned
-        rng = random.Random(number)
-        while time.perf_counter() < end:
-            os.preadv(fd, [page], rng.randrange(blocks) * 4096)
-            counts[number] += 1
-
-    workers = [threading.Thread(target=read, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    os.close(fd)
-    return sum(counts) / seconds
+def device_reads(files: list[Path], block: int, seconds: float = 2.0) -> float:
+    """Random reads of `block` bytes a second of the device, past the page cache, as deep as ours."""
+    source = Path(__file__).with_name("device_reads.cpp")
+    with Scratch() as path:
+        program = path / "device_reads"
+        subprocess.run(["c++", "-O2", "-std=c++20", "-o", program, source], check=True)
+        command = [program, str(block), str(QUEUE_DEPTH), str(seconds), *files]
+        return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def warm(run: Run, width: int) -> Iterator[Row]:
@@ -157,8 +175,7 @@ def warm(run: Run, width: int) -> Iterator[Row]:
     name = f"{rows:,} rows of {width} bytes"
     threads = max(run.threads)
     set_threads(threads)
-    with Scratch() as path:
-        ours, theirs, keys = filled(rows, width, path, direct=False)
+    with filled(rows, width, direct=False) as (ours, theirs, keys):
         rng = np.random.default_rng(1)
         batches = [rng.choice(keys, min(BATCH, rows)) for _ in range(8)]
         as_bytes = [theirs.as_bytes(batch) for batch in batches]
@@ -175,7 +192,12 @@ def warm(run: Run, width: int) -> Iterator[Row]:
 
         same()
         get = interleaved(
-            [advance, lambda: ours.get(batches[now[0]]), lambda: theirs.get(as_bytes[now[0]])], 9
+            [
+                advance,
+                lambda: ours.get(batches[now[0]], with_scores=False),
+                lambda: theirs.get(as_bytes[now[0]]),
+            ],
+            9,
         )
         put = interleaved(
             [advance, lambda: ours.put(batches[now[0]], values), lambda: theirs.put(batches[now[0]], values)],
@@ -186,16 +208,13 @@ def warm(run: Run, width: int) -> Iterator[Row]:
             yield Row(
                 f"warm batch {what}, {name}", "RocksDB", threads, other / mine, GET_WANTED, None, detail
             )
-        ours.close()
-        theirs.close()
 
 
 def cold(run: Run, width: int) -> Iterator[Row]:
     rows = run.sizes.limit_keys
     threads = max(run.threads)
     set_threads(threads)
-    with Scratch() as path:
-        ours, theirs, keys = filled(rows, width, path, direct=True)
+    with filled(rows, width, direct=True) as (ours, theirs, keys):
         rng = np.random.default_rng(2)
         # So few of so many that rows seldom share a block: each is a read of the device.
         batches = [rng.choice(keys, 8192) for _ in range(6)]
@@ -204,19 +223,21 @@ def cold(run: Run, width: int) -> Iterator[Row]:
 
         def mine():
             position[0] += 1
-            ours.get(batches[position[0] % 6])
+            ours.get(batches[position[0] % 6], with_scores=False)
 
+        files = sorted(Path(ours.path).glob("values/*"))
+        device = device_reads(files, SECTOR)
         mine_s, other_s = interleaved([mine, lambda: theirs.get(as_bytes[position[0] % 6])], 6)
-        device = device_reads(path)
+        device = (device + device_reads(files, SECTOR)) / 2
         blocks = 8192
         name = f"cold batch get, {rows:,} rows of {width} bytes"
         detail = f"{blocks / mine_s / 1e3:.0f} k/s, device {device / 1e3:.0f} k/s"
         ratio = blocks / mine_s / device
-        yield Row(name, "the device, 4 KiB, 32 threads", threads, ratio, COLD_WANTED, 1.0, detail)
+        yield Row(
+            name, f"the device, {SECTOR} bytes, depth {QUEUE_DEPTH}", threads, ratio, COLD_WANTED, 1.0, detail
+        )
         detail = f"{blocks / other_s / 1e3:.0f} k/s"
         yield Row(name, "RocksDB, direct", threads, other_s / mine_s, 1.0, None, detail)
-        ours.close()
-        theirs.close()
 
 
 def written(run: Run, width: int) -> Iterator[Row]:
@@ -245,7 +266,8 @@ def train(run: Run, direct: bool) -> Iterator[Row]:
     threads = max(run.threads)
     set_threads(threads)
     optimizer = embstore.Adam(lr=0.01)
-    batches = zipf_batches(rows, batch, 12).keys
+    # No batch comes twice: rows that a batch brought up would be there when it comes again.
+    batches = zipf_batches(rows, batch, 64).keys
     whole = embstore.Table("t", dim=dim, optimizer=optimizer, init_capacity=int(rows / 0.74))
     with Scratch() as path, SsdStore(path, row_bytes(dim, optimizer), direct=direct) as store:
         cached = embstore.Table("t", dim=dim, optimizer=optimizer, store=store, max_capacity=rows // 10)
@@ -267,15 +289,22 @@ def train(run: Run, direct: bool) -> Iterator[Row]:
             return seconds
 
         ours, theirs = [], []
-        for _ in range(4):
-            ours += steps(cached, LookAhead(batches, cached.prefetch))[1:]
-            theirs += steps(whole, batches)[1:]
-        ratio = float(np.median(theirs) / np.median(ours))
-        detail = f"{1e3 * np.median(ours):.0f} ms against {1e3 * np.median(theirs):.0f} ms"
-        kind = "cold" if direct else "warm"
-        work = f"Adam step, 10 % of {rows:,} rows in memory, {kind}, dim {dim}"
+        for first in range(0, 64, 16):
+            part = batches[first : first + 16]
+            before = cached.stats().fetches
+            ours += steps(cached, LookAhead(part, cached.prefetch, depth=2))[2:]
+            misses = (cached.stats().fetches - before) / len(part)
+            theirs += steps(whole, part)[2:]
+        step, bound = float(np.median(ours)), float(np.median(theirs))
+        detail = f"{1e3 * step:.0f} ms against {1e3 * bound:.0f} ms, {misses:.0f} rows fetched a step"
+        work = f"Adam step, 10 % of {rows:,} rows in memory, {'cold' if direct else 'warm'}, dim {dim}"
         marks = (None, None) if direct else (0.6, 0.9)
-        yield Row(work, "all rows in memory", threads, ratio, *marks, detail)
+        yield Row(work, "all rows in memory", threads, bound / step, *marks, detail)
+        if direct:
+            device = device_reads(sorted(path.glob("values/*")), SECTOR)
+            bound = max(bound, misses / device)
+            detail = f"bound {1e3 * bound:.0f} ms, device {device / 1e3:.0f} k/s"
+            yield Row(work, "all in memory, or the device", threads, bound / step, 0.8, None, detail)
         probe = keys[:: max(1, rows // 50_000)]
         if not np.array_equal(cached.find(probe)[0], whole.find(probe)[0]):
             raise RuntimeError("both tables should hold the same rows but do not")
@@ -289,3 +318,9 @@ for _width in (128, 512):
     register(f"ssd-written-{_width}")(lambda run, width=_width: written(run, width))
 register("ssd-train-warm")(lambda run: train(run, direct=False))
 register("ssd-train-cold")(lambda run: train(run, direct=True))
+
+
+if __name__ == "__main__":
+    for _width in (128, 512):
+        _rows = Sizes().limit_keys
+        fill(Path(sys.argv[1]) / f"{_rows}-{_width}", scatter(np.arange(_rows)).numpy(), _width)

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/file.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -147,12 +146,7 @@ SsdLayout::SsdLayout(const SsdStoreOptions& options)
 }
 
 SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
-    : path_(options.path),
-      map_bytes_{static_cast<size_t>(layout.blocks_per_chunk * layout.block_bytes),
-                 static_cast<size_t>(layout.rows_per_chunk() * layout.key_bytes),
-                 static_cast<size_t>(layout.rows_per_chunk()) * sizeof(RowMeta)},
-      direct_(options.direct && options.create),
-      writable_(options.create) {
+    : path_(options.path), direct_(options.direct && options.create), writable_(options.create) {
   namespace fs = std::filesystem;
   std::error_code error;
   if (path_.empty()) throw InvalidArgument("path should be a directory but is empty");
@@ -189,9 +183,8 @@ SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
 
 SsdFiles::~SsdFiles() {
   for (const Chunk& chunk : chunks_) {
-    for (int kind = 0; kind < 3; ++kind) {
-      if (chunk.maps[kind]) munmap(chunk.maps[kind], map_bytes_[kind]);
-      if (chunk.fds[kind] >= 0) close(chunk.fds[kind]);
+    for (int fd : chunk.fds) {
+      if (fd >= 0) close(fd);
     }
   }
   ForkedLocks::Remove(lock_fd_);
@@ -257,20 +250,6 @@ int SsdFiles::Get(Kind kind, int64_t chunk, bool create) {
     if (fd < 0 && (create || errno != ENOENT)) ThrowIo("opening " + name);
   }
   return fd;
-}
-
-const std::byte* SsdFiles::Map(Kind kind, int64_t chunk) {
-  const int fd = Get(kind, chunk, false);
-  if (fd < 0) return nullptr;
-  std::lock_guard guard(mutex_);
-  void*& map = chunks_[static_cast<size_t>(chunk)].maps[kind];
-  if (!map) {
-    void* got = mmap(nullptr, map_bytes_[kind], PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (got == MAP_FAILED) ThrowIo("mapping " + NameOf(kind, chunk));
-    (void)madvise(got, map_bytes_[kind], MADV_RANDOM);  // a hint: rows have no order
-    map = got;
-  }
-  return static_cast<const std::byte*>(map);
 }
 
 void SsdFiles::Sync() {

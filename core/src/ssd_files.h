@@ -74,22 +74,17 @@ class SsdFiles {
   int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct
   // Opens the file of a chunk; makes it when `create`, else -1 where there is none.
   int Get(Kind kind, int64_t chunk, bool create);
-  // The file of a chunk as memory, for files that go through the page cache. Only what has been
-  // written may be touched. Null where there is no file.
-  const std::byte* Map(Kind kind, int64_t chunk);
   std::string NameOf(Kind kind, int64_t chunk) const;
   void Sync();
 
  private:
   struct Chunk {
     int fds[3] = {-1, -1, -1};
-    void* maps[3] = {nullptr, nullptr, nullptr};
   };
   void CheckSizes(const SsdStoreOptions& options, const SsdLayout& layout);
   void LearnAlignment();
 
   std::string path_;
-  size_t map_bytes_[3];  // of a whole chunk
   bool direct_;
   bool writable_;
   int64_t alignment_ = 1;

@@ -98,12 +98,19 @@ void SsdStoreImpl::OpenSegment() {
     retired_[other].clear();
     generation_ = other;
   }
-  auto buffer = std::make_shared<SegmentBuffer>();
-  buffer->values = AlignedBytes(layout_.segment_bytes());
-  // Tails of blocks reach the file as well, and must not show what was in memory before.
-  std::memset(buffer->values.get(), 0, static_cast<size_t>(layout_.segment_bytes()));
-  buffer->keys.resize(static_cast<size_t>(layout_.rows_per_segment()));
-  buffer->meta.resize(static_cast<size_t>(layout_.rows_per_segment()));
+  std::shared_ptr<SegmentBuffer> buffer;
+  if (spare_.empty()) {
+    buffer = std::make_shared<SegmentBuffer>();
+    buffer->values = AlignedBytes(layout_.segment_bytes());
+    // Tails of blocks reach the file as well, and must not show what was in memory before.
+    std::memset(buffer->values.get(), 0, static_cast<size_t>(layout_.segment_bytes()));
+    buffer->keys.resize(static_cast<size_t>(layout_.rows_per_segment()));
+    buffer->meta.resize(static_cast<size_t>(layout_.rows_per_segment()));
+  } else {
+    buffer = std::move(spare_.back());
+    spare_.pop_back();
+    buffer->rows = buffer->flushed_blocks = 0;
+  }
   const bool reuse = !free_.empty();
   buffer->segment = reuse ? *free_.begin() : static_cast<int64_t>(segments_.size());
   if (layout_.FirstRow(buffer->segment) + layout_.rows_per_segment() >= int64_t{kNoRow}) {
@@ -164,7 +171,8 @@ void SsdStoreImpl::Retire(int64_t number) {
 // What the writer has finished can be read from the files from now on.
 void SsdStoreImpl::Reap() {
   for (int64_t number : writer_->Finished()) {
-    in_memory_.erase(number);
+    auto buffered = in_memory_.extract(number);
+    if (spare_.size() < kQueuedSegments) spare_.push_back(std::move(buffered.mapped()));
     Segment& segment = segments_[static_cast<size_t>(number)];
     segment.state = State::kWritten;
     segment.blocks = static_cast<uint32_t>(layout_.blocks_per_segment);
@@ -204,6 +212,15 @@ void SsdStoreImpl::FlushOpen() {
   writer_->Drain();
   Reap();
   if (!open_) return;
+  // The places that are passed by reach the file as zeros: the buffer may have been used before.
+  const int64_t passed = layout_.rows_per_block - 1 -
+                         (open_->rows + layout_.rows_per_block - 1) % layout_.rows_per_block;
+  if (passed > 0) {
+    const int64_t row = layout_.FirstRow(open_->segment) + open_->rows;
+    std::memset(open_->values.get() + (layout_.ValueOffset(row) -
+                                       layout_.ValueOffset(layout_.FirstRow(open_->segment))),
+                0, static_cast<size_t>(passed * layout_.row_bytes));
+  }
   WriteSegment(*open_);
   open_->flushed_blocks = (open_->rows + layout_.rows_per_block - 1) / layout_.rows_per_block;
   open_->rows = open_->flushed_blocks * layout_.rows_per_block;

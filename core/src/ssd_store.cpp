@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <limits>
 #include <shared_mutex>
@@ -17,6 +16,7 @@ namespace embstore {
 namespace {
 
 constexpr int64_t kKeysPerTask = 2048;
+constexpr int64_t kReadsPerTask = 256;
 constexpr int64_t kPrefetchDistance = 8;
 constexpr int kQueueDepth = 128;
 
@@ -189,46 +189,39 @@ void SsdStoreImpl::ReadDirect(std::vector<Wanted>& wanted, std::span<const int64
   });
 }
 
-// Through the page cache: rows are copied from the mapped files, which costs no call of the kernel
-// while their pages are in memory.
+// Through the page cache every row is a call of its own: the kernel answers most at once, so that
+// queues would only cost. The files are not mapped, as an error of the disk would then be a signal.
 void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
                               std::byte* rows, uint64_t* scores) const {
   const auto n = static_cast<int64_t>(wanted.size());
-  std::vector<const std::byte*> values, meta;  // by chunk
-  for (const Wanted& row : wanted) {
-    const auto chunk = static_cast<size_t>(layout_.ChunkOf(row.row));
-    if (chunk >= values.size()) {
-      values.resize(chunk + 1);
-      meta.resize(chunk + 1);
-    }
-    if (values[chunk]) continue;
-    values[chunk] = files_->Map(SsdFiles::kValues, static_cast<int64_t>(chunk));
-    if (!values[chunk]) {
-      ThrowIo(ENOENT, "opening " + files_->NameOf(SsdFiles::kValues, static_cast<int64_t>(chunk)));
-    }
-    meta[chunk] = files_->Map(SsdFiles::kMeta, static_cast<int64_t>(chunk));
-  }
-  const auto place = [&](const Wanted& row) {
-    return values[static_cast<size_t>(layout_.ChunkOf(row.row))] + layout_.ValueOffset(row.row);
+  struct Files {
+    int values, meta;
+    std::string name;
   };
-  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
-    for (int64_t j = task * kKeysPerTask; j < end; ++j) {
-      if (j + kPrefetchDistance < end) {
-        __builtin_prefetch(place(wanted[static_cast<size_t>(j + kPrefetchDistance)]));
-      }
+  std::vector<Files> files;  // by chunk
+  for (const Wanted& row : wanted) {
+    while (static_cast<int64_t>(files.size()) <= layout_.ChunkOf(row.row)) {
+      const auto chunk = static_cast<int64_t>(files.size());
+      files.push_back({files_->Get(SsdFiles::kValues, chunk, false),
+                       files_->Get(SsdFiles::kMeta, chunk, false),
+                       files_->NameOf(SsdFiles::kValues, chunk)});
+    }
+  }
+  ParallelFor((n + kReadsPerTask - 1) / kReadsPerTask, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kReadsPerTask, n);
+    for (int64_t j = task * kReadsPerTask; j < end; ++j) {
       const Wanted& row = wanted[static_cast<size_t>(j)];
+      const Files& from = files[static_cast<size_t>(layout_.ChunkOf(row.row))];
       std::byte* to = rows + row.at * layout_.row_bytes;
-      std::memcpy(to, place(row), static_cast<size_t>(layout_.row_bytes));
+      ReadWholeAt(from.values, to, static_cast<size_t>(layout_.row_bytes),
+                  layout_.ValueOffset(row.row), from.name);
       Verify(row.row, row.checksum, keys[row.at], to);
       if (!scores) continue;
-      const std::byte* of_chunk = meta[static_cast<size_t>(layout_.ChunkOf(row.row))];
       scores[row.at] = 1;  // files of the original have none
-      if (of_chunk) {
-        const int64_t in_chunk = row.row % layout_.rows_per_chunk();
-        std::memcpy(&scores[row.at], of_chunk + in_chunk * static_cast<int64_t>(sizeof(RowMeta)),
-                    8);
-      }
+      if (from.meta < 0) continue;
+      const int64_t in_chunk = row.row % layout_.rows_per_chunk();
+      ReadWholeAt(from.meta, &scores[row.at], sizeof(uint64_t),
+                  in_chunk * static_cast<int64_t>(sizeof(RowMeta)), from.name);
     }
   });
 }
@@ -307,6 +300,7 @@ void SsdStoreImpl::Close() {
   writer_.reset();
   open_ = nullptr;
   in_memory_.clear();
+  spare_.clear();
   index_ = SsdIndex();
   files_.reset();
 }

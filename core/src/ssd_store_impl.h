@@ -169,7 +169,8 @@ class SsdStoreImpl final : public SsdStore {
   mutable std::atomic<int64_t> scanners_{0};  // while there are any, no row moves
   std::shared_ptr<SegmentBuffer> open_;
   std::map<int64_t, std::shared_ptr<SegmentBuffer>> in_memory_;  // by segment, the open one too
-  std::map<std::string, std::vector<int64_t>> snapshots_;        // the segments that each names
+  std::vector<std::shared_ptr<SegmentBuffer>> spare_;      // fresh pages cost more than a copy
+  std::map<std::string, std::vector<int64_t>> snapshots_;  // the segments that each names
   std::atomic<int64_t> bytes_put_{0}, bytes_written_{0}, moved_rows_{0};
   std::unique_ptr<SegmentWriter> writer_;
 };

@@ -265,7 +265,9 @@ class DynamicEmbTableOptions(HKVConfig):
     admit_strategy    None, or FrequencyAdmissionStrategy(threshold)
     external_storage  None, or a function of (embstore.TableOptions, rank) that makes the store below the part
                       of this rank (see embstore.stores): evicted rows go there, and come back when asked for
-    caching           accepted; a table over a store is its cache in any case
+    caching           with external_storage: memory holds as many rows (vector and optimizer state) as fit
+                      global_hbm_for_values, at least a bucket a rank; the rest is in the store. Without a
+                      store there is nothing below to cache, and all rows are in memory
 
     Two options are equal when tables that have them may share a group, whatever else differs.
     """

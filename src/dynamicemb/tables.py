@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dynamicemb.agreement import gather, require_agreement
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
+from embstore.stores import row_bytes
 
 
 @dataclass(eq=False)
@@ -73,7 +74,7 @@ def engine_options(
     name: str, dim: int, planned: DynamicEmbTableOptions, fused_params: Mapping[str, Any], seed: int
 ) -> embstore.TableOptions:
     """The engine's options of a table whose capacity and bounds are settled."""
-    return embstore.TableOptions(
+    whole = embstore.TableOptions(
         name=name,
         dim=dim,
         dtype=_DTYPES[planned.embedding_dtype or torch.float32],
@@ -88,6 +89,7 @@ def engine_options(
         check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
         admission_threshold=planned.admit_strategy.threshold if planned.admit_strategy else 0,
     )
+    return _within_budget(whole, planned)
 
 
 def make_table(
@@ -109,6 +111,16 @@ def make_table(
         rank=rank,
         process_group=group,
     )
+
+
+def _within_budget(options: embstore.TableOptions, planned: DynamicEmbTableOptions) -> embstore.TableOptions:
+    """With `caching`, memory holds the rows that fit `local_hbm_for_values`; the others are in the store."""
+    if not (planned.caching and planned.external_storage and planned.local_hbm_for_values):
+        return options
+    rows = planned.local_hbm_for_values // row_bytes(options.dim, options.optimizer, options.dtype)
+    bucket = options.bucket_capacity
+    capacity = min(options.max_capacity, max(rows // bucket, 1) * bucket)
+    return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
 
 
 def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> dict[str, DynamicTable]:

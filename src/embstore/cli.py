@@ -311,10 +311,14 @@ def convert(
     path: DumpPath,
     target: Annotated[Path, typer.Argument(help="what to write; not there yet")],
     to: Annotated[str, typer.Option(help=f"one of {', '.join(converting.FORMATS)}")],
+    snapshot: Annotated[str | None, typer.Option(help="name of a snapshot of OneEmbedding")] = None,
+    dim: Annotated[int | None, typer.Option(help="of vectors in rows of OneEmbedding")] = None,
+    optimizer: Annotated[str, typer.Option(help="of the state in rows of OneEmbedding")] = "SGD",
 ) -> None:
-    """Between the layouts of dumps, and from or to safetensors, Parquet and files of SparseOperationKit."""
+    """Between the layouts of dumps, and from or to safetensors, Parquet, SOK and OneEmbedding."""
     with _refusals():
-        _with_progress(lambda report: converting.convert(path, target, to, report), "converting")
+        options = converting.OneEmbeddingOptions(snapshot, dim, optimizer)
+        _with_progress(lambda report: converting.convert(path, target, to, report, options), "converting")
         out.print(f"{target}: {to}", highlight=False)
 
 

@@ -19,7 +19,8 @@ class LookAhead(Generic[B]):
 
     prefetch  is called with a batch, on a thread of its own, and returns what keeps the rows in memory:
               the result of `Table.prefetch`, or a list of such. It is let go when the next batch is asked for
-    depth     how many batches are fetched in advance
+    depth     how many batches are fetched in advance, each on a thread: while one waits for the disk, another
+              puts its rows in their places
 
     An exception of `prefetch` is raised when its batch is due.
     """
@@ -35,7 +36,7 @@ class LookAhead(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         batches = iter(self.loader)
         coming: deque[tuple[B, Future[Any]]] = deque()
-        pool = ThreadPoolExecutor(1, thread_name_prefix="embstore-look-ahead")
+        pool = ThreadPoolExecutor(self.depth, thread_name_prefix="embstore-look-ahead")
 
         def fill() -> None:
             while len(coming) < self.depth:

@@ -5,12 +5,13 @@
     loss.backward()                  # the rows have moved: no optimizer.step() is needed
 
 Training inserts missing ids; `eval()` reads 0.0 for them and changes nothing. Rows live in host memory:
-ids may be on any device, and the vectors come back there.
+ids may be on any device, and the vectors come back there. With `device_rows` the rows in use live on the
+device of the module (see embstore.device_tier).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import nn
 from embstore import _core
 from embstore.batch import Access, Pooling, Request, Update, as_key_tensor, as_offsets, as_weights, run
 from embstore.batch import update_rows as update_now
+from embstore.device_tier import DeviceTier, run_on_device
 from embstore.options import TableOptions
 from embstore.table import Table
 
@@ -61,10 +63,16 @@ class PendingGradients:
 
 
 class TableModule(nn.Module):
-    """Base of the modules: some tables, trained in backward or by `step`."""
+    """Base of the modules: some tables, trained in backward or by `step`.
 
-    def __init__(self, tables: Sequence[Table], *, update_in_backward: bool) -> None:
+    device_rows  > 0: this many rows of each table are kept on the device of the module (`.to(device)`, the
+                 CPU at first), where lookups and updates run; `flush` writes them back to the tables
+    """
+
+    def __init__(self, tables: Sequence[Table], *, update_in_backward: bool, device_rows: int = 0) -> None:
         super().__init__()
+        if device_rows and not update_in_backward:
+            raise ValueError("update_in_backward should be True with device_rows but is: False")
         self._tables = {table.name: table for table in tables}
         if len(self._tables) != len(tables):
             raise ValueError(f"names of tables should differ but are: {[t.name for t in tables]}")
@@ -72,6 +80,26 @@ class TableModule(nn.Module):
         self._pending = PendingGradients()
         # Not a parameter: it holds nothing, it only makes autograd call the backward pass.
         self._anchor = torch.zeros((), requires_grad=True)
+        self.device_rows = device_rows
+        self._tiers: dict[str, DeviceTier] = {}
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        if not self.device_rows or any(tier.device == device for tier in self._tiers.values()):
+            return
+        tiers = {name: DeviceTier(table, device, self.device_rows) for name, table in self._tables.items()}
+        self.flush()
+        self._tiers = tiers
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TableModule:
+        self._move(fn(torch.empty(0)).device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def flush(self) -> None:
+        """Writes rows that were changed on the device back to their tables."""
+        for tier in self._tiers.values():
+            tier.flush()
 
     @property
     def tables(self) -> Mapping[str, Table]:
@@ -79,6 +107,11 @@ class TableModule(nn.Module):
         return self._tables
 
     def _run(self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        if self._tiers:
+            return [
+                run_on_device(self._tiers[r.table.name], r, w, self._anchor, training=self.training)
+                for r, w in zip(requests, weights, strict=True)
+            ]
         access = Access.TRAIN if self.training else Access.READ_ZERO
         update: Update = update_now if self.update_in_backward else self._pending.add
         return run(
@@ -108,6 +141,7 @@ class TableModule(nn.Module):
 
     def get_extra_state(self) -> dict[str, dict[str, Any]]:
         """The rows for `state_dict`, as plain tensors and numbers (loads with weights_only=True)."""
+        self.flush()
         return {
             name: {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in t.state().items()}
             for name, t in self._tables.items()
@@ -122,15 +156,19 @@ class TableModule(nn.Module):
             self._tables[name].load_state(
                 {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in arrays.items()}
             )
+        for tier in self._tiers.values():
+            tier.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         if len(self._pending):
             raise RuntimeError("a module with pending gradients cannot be copied: call step or zero_grad")
-        return {**self.__dict__, "_anchor": None}
+        self.flush()
+        return {**self.__dict__, "_anchor": None, "_tiers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._anchor = torch.zeros((), requires_grad=True)
+        self._move(torch.device("cpu"))
 
     def extra_repr(self) -> str:
         return "\n".join(repr(table) for table in self._tables.values())
@@ -144,6 +182,7 @@ class _SingleTable(TableModule):
         name: str = "embedding",
         table: Table | None = None,
         update_in_backward: bool = True,
+        device_rows: int = 0,
         **options: Any,
     ) -> None:
         if table is None:
@@ -152,7 +191,7 @@ class _SingleTable(TableModule):
             table = Table(name, dim=dim, **options)
         elif dim is not None or options:
             raise ValueError("table should come without dim and table options")
-        super().__init__([table], update_in_backward=update_in_backward)
+        super().__init__([table], update_in_backward=update_in_backward, device_rows=device_rows)
 
     @property
     def table(self) -> Table:
@@ -231,9 +270,10 @@ class TableCollection(TableModule):
         features: Mapping[str, str] | None = None,
         *,
         update_in_backward: bool = True,
+        device_rows: int = 0,
     ) -> None:
         made = [t if isinstance(t, Table) else Table(t) for t in tables]
-        super().__init__(made, update_in_backward=update_in_backward)
+        super().__init__(made, update_in_backward=update_in_backward, device_rows=device_rows)
         self.features = dict(features) if features is not None else {name: name for name in self._tables}
         for feature, name in self.features.items():
             if name not in self._tables:

@@ -113,12 +113,14 @@ class EngineStore(Store):
     def __len__(self) -> int:
         return self._handle.size()
 
-    def get(self, keys: object) -> tuple[RowArray, ScoreArray, FoundArray]:
+    def get(self, keys: object, *, with_scores: bool = True) -> tuple[RowArray, ScoreArray, FoundArray]:
+        """Rows, scores and which keys are here; what is not found may hold anything. Without scores, which
+        may cost a read of their own, their array is empty."""
         k = as_keys(keys)
-        rows, scores = np.zeros((k.n, self.row_bytes), np.uint8), np.zeros(k.n, np.uint64)
-        found = np.empty(k.n, np.uint8)
-        self._handle.get(k.address, k.n, address(rows), address(scores), address(found))
-        return rows, scores, found.astype(bool)
+        rows = _core.empty_bytes(k.n * self.row_bytes).reshape(k.n, self.row_bytes)
+        scores, found = np.zeros(k.n if with_scores else 0, np.uint64), np.empty(k.n, np.uint8)
+        self._handle.get(k.address, k.n, address(rows), address(scores) if with_scores else 0, address(found))
+        return rows, scores, found.view(np.bool_)
 
     def put(self, keys: object, rows: object, scores: object = None) -> None:
         """Takes rows as bytes, or as any numbers of row_bytes bytes a row. scores: 1 when not given."""

@@ -18,7 +18,7 @@ Rows that a batch touched move when the optimizer steps; the rest of the table i
 """
 
 from one_embedding.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
-from one_embedding.optimizer import Ftrl, Optimizer
+from one_embedding.optimizer import Ftrl, Optimizer, SmartDecayAdam
 from one_embedding.options import (
     make_cached_host_mem_store_options,
     make_cached_ssd_store_options,
@@ -38,6 +38,7 @@ __all__ = [
     "MultiTableEmbedding",
     "MultiTableMultiColumnEmbedding",
     "Optimizer",
+    "SmartDecayAdam",
     "make_cached_host_mem_store_options",
     "make_cached_ssd_store_options",
     "make_column_options",

@@ -33,6 +33,22 @@ def watch(embedding: MultiTableMultiColumnEmbedding) -> None:
     _embeddings[id(embedding.shadow)] = embedding
 
 
+class SmartDecayAdam(torch.optim.Adam):
+    """Not implemented: making one raises. Its rule, for a row that was last trained k steps before step t:
+
+        m' = beta1^k m + (1 - beta1) g        v' = beta2^k v + (1 - beta2) g^2        no bias correction
+        w' = w - lr (m' + c) / (sqrt(v') + eps)        c = m beta1 (1 - beta1^(k-1)) / (1 - beta1)
+
+    The last step is one number of the row beside two of each column; the engine has rules with the one or the
+    other.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        raise NotImplementedError(
+            "SmartDecayAdam is not supported; torch.optim.Adam leaves rows without a gradient as they are"
+        )
+
+
 class Ftrl(torch.optim.Optimizer):
     """FTRL-proximal, as OneEmbedding computes it, for embeddings and for dense parameters.
 

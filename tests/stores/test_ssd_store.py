@@ -384,3 +384,21 @@ def test_a_table_over_ssd_trains_the_same_rows_as_one_in_memory(tmp_path):
         np.testing.assert_array_equal(cached.rows().keys, saved.keys)
         np.testing.assert_array_equal(cached.rows().values, saved.values)
         cached.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_is_cut_short_raises_and_the_rest_can_be_read(tmp_path, direct):
+    width, keys = 32, np.arange(9000)  # a segment of 8192 rows is in the file
+    with SsdStore(tmp_path, 4 * width, direct=direct) as store:
+        store.put(keys, rows_of(keys, 1, width))
+        store.flush()
+        store.get(keys)
+        os.truncate(tmp_path / "values" / "value-000000000000", 64 * 4096)
+        for wanted in (keys, keys[5000:5001]):
+            with pytest.raises(OSError, match="reading"):
+                store.get(wanted)
+        rows, _, found = store.get(keys[:2048])
+        assert found.all()
+        np.testing.assert_array_equal(
+            rows.view(np.float32).reshape(2048, width), rows_of(keys[:2048], 1, width)
+        )

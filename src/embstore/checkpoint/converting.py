@@ -5,18 +5,21 @@ safetensors   {collection}/{table}.safetensors with keys, values, scores and sta
 parquet       {collection}/{table}.parquet with columns key, vector, score and one for each state
 sok           files of SparseOperationKit, {table}_0-key and so on, for a variable named {table}; they keep
               no scores
+one_embedding  snapshots of OneEmbedding's persistent tables, {table}/0-1
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import embstore.checkpoint.merging as merging
+import embstore.checkpoint.one_embedding_files as one_embedding_files
 from embstore.checkpoint.dumping import start
 from embstore.checkpoint.files import Draft, check_target
 from embstore.checkpoint.layouts import WRITTEN
@@ -26,11 +29,11 @@ from embstore.checkpoint.reading import Dump, open_dump
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import Order, Progress
-from embstore.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Optimizer
+from embstore.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Optimizer, from_dict
 from embstore.sok_files import STATES, DumpReader, DumpWriter
 from embstore.table import Rows
 
-FORMATS = (*WRITTEN, "safetensors", "parquet", "sok")
+FORMATS = (*WRITTEN, "safetensors", "parquet", "sok", "one_embedding")
 # The names of SOK's optimizers say which rule it was, but not its numbers.
 _SOK_OPTIMIZERS: tuple[Optimizer, ...] = (
     SGD(),
@@ -43,8 +46,29 @@ _SOK_OPTIMIZERS: tuple[Optimizer, ...] = (
 )
 
 
-def convert(path: Path, target: Path, to: str, progress: Progress | None = None) -> None:
+@dataclass(frozen=True)
+class OneEmbeddingOptions:
+    """What files of OneEmbedding do not say.
+
+    snapshot   its name; to be read: the only one when None, to be written: "converted" when None
+    dim        floats of the vector, the first of a row; None: the whole row
+    optimizer  the class whose state the rest of a row is
+    """
+
+    snapshot: str | None = None
+    dim: int | None = None
+    optimizer: str = "SGD"
+
+
+def convert(
+    path: Path,
+    target: Path,
+    to: str,
+    progress: Progress | None = None,
+    one_embedding: OneEmbeddingOptions | None = None,
+) -> None:
     """Writes `target` in the format `to` from a dump, or from a folder that this made earlier."""
+    one_embedding = one_embedding or OneEmbeddingOptions()
     if to not in FORMATS:
         raise ValueError(f"--to should be one of {', '.join(FORMATS)} but is: {to!r}")
     if to in WRITTEN:
@@ -53,6 +77,13 @@ def convert(path: Path, target: Path, to: str, progress: Progress | None = None)
             return _write(target, to, [_source(file, name_of(file.parent.name)) for file in files], progress)
         if any(path.glob("*-key")):
             return _write(target, to, _sok_sources(path), progress, optim=True)
+        stored = one_embedding_files.tables_in(path)
+        if stored:
+            with ExitStack() as stack:
+                sources = [
+                    _one_embedding_source(name, found, one_embedding, stack) for name, found in stored.items()
+                ]
+                return _write(target, to, sources, progress, optim=True)
         dump = open_dump(path)
         dump.verify()
         if dump.manifest is not None:
@@ -66,6 +97,8 @@ def convert(path: Path, target: Path, to: str, progress: Progress | None = None)
     dump.verify()
     if to == "sok":
         return _write_sok(target, dump, progress)
+    if to == "one_embedding":
+        return one_embedding_files.write(target, dump, one_embedding.snapshot or "converted", progress)
     draft = Draft(target)
     try:
         for number, table in enumerate(dump.tables):
@@ -157,6 +190,20 @@ def _sok_sources(path: Path) -> list[Source]:
         )
         sources.append(block_source("sok", replace(spec, optimizer_step=steps), len(table), iter([rows])))
     return sources
+
+
+def _one_embedding_source(
+    name: str, directories: list[Path], options: OneEmbeddingOptions, stack: ExitStack
+) -> Source:
+    table = one_embedding_files.StoredTable(directories, options.snapshot, stack)
+    optimizer = from_dict({"name": options.optimizer})
+    spec = _plain_spec(name, table.width if options.dim is None else options.dim, optimizer)
+    if spec.dim + spec.state_width != table.width:
+        raise ValueError(
+            f"--dim and --optimizer should make rows of {table.width} floats, as table {name!r} has, but "
+            f"are {spec.dim} and {options.optimizer}, which make: {spec.dim + spec.state_width}"
+        )
+    return block_source("one_embedding", spec, len(table), table.blocks(spec.dim))
 
 
 def _write_sok(target: Path, dump: Dump, progress: Progress | None) -> None:

@@ -21,6 +21,7 @@ from faces.dynamicemb.models import (
     share,
     tables,
 )
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
@@ -407,3 +408,30 @@ def variable_batch_without_inverse() -> None:
         stride_per_key_per_rank=[[2], [1]],
     )
     dmp("ebc", [Spec("t0", ("f0",)), Spec("t1", ("f1",))])(batch).values()
+
+
+def with_caching(budget_rows: int, caching: bool) -> dict[str, Any]:
+    """A table of 4096 rows of dim 8 with Adam over a store, and a budget for fewer of them."""
+    from embstore.stores import MemoryStore, row_bytes
+
+    made: list[MemoryStore] = []
+
+    def store(options: Any, rank: int) -> MemoryStore:
+        made.append(MemoryStore(row_bytes(options.dim, options.optimizer, options.dtype)))
+        return made[-1]
+
+    adam = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
+    budget = budget_rows * 4 * 3 * 8  # vector, m and v
+    options = {"external_storage": store, "caching": caching, "global_hbm_for_values": budget}
+    model = dmp("ec", [Spec("t0", ("f0",), rows=4096, options=options)], adam)
+    twin = dmp("ec", [Spec("t0", ("f0",), rows=4096)], adam)
+    for first in (0, 100, 200, 0, 300, 100):
+        for each in (model, twin):
+            (outputs(each(bags(range(first, first + 100))))["f0"] ** 2).sum().backward()
+    (table,), (whole,) = tables(model).values(), tables(twin).values()
+    return {
+        "in_memory": len(table),
+        "max_capacity": table.stats().max_capacity,
+        "below": len(made[0]),
+        "same": bool((table.rows().values == whole.rows().values).all()),
+    }

@@ -168,3 +168,17 @@ def test_rows_evicted_to_a_store_come_back() -> None:
     (result,) = ranks.run(1, jobs.over_a_store)
     assert result["vectors"] == [CONSTANT.value - 1.0]
     assert result["evictions"] >= 300 - 128
+
+
+@pytest.mark.parametrize(
+    ("caching", "budget_rows", "capacity"),
+    [(True, 300, 256), (True, 1, 128), (True, 0, 4096), (True, 10**6, 4096), (False, 300, 4096)],
+)
+def test_with_caching_memory_holds_what_fits_the_budget(
+    caching: bool, budget_rows: int, capacity: int
+) -> None:
+    (result,) = ranks.run(1, jobs.with_caching, budget_rows, caching)
+    assert result["max_capacity"] == capacity and result["same"]
+    assert result["in_memory"] <= capacity
+    assert result["in_memory"] + result["below"] >= 400
+    assert (result["below"] > 0) == (capacity < 400)

@@ -256,3 +256,8 @@ def test_a_batch_larger_than_the_cache_and_a_cache_smaller_than_the_table_are_ex
     assert cached.table.stats().write_backs > 0
     ids = torch.arange(-60_000, 60_000)
     assert torch.equal(cached.eval()(ids), whole.eval()(ids))
+
+
+def test_smart_decay_adam_says_that_it_is_not_there():
+    with pytest.raises(NotImplementedError, match="SmartDecayAdam is not supported"):
+        oe.SmartDecayAdam([torch.nn.Parameter(torch.zeros(1))])

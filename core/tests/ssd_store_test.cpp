@@ -1,0 +1,204 @@
+#include "embstore/ssd_store.h"
+
+#include <atomic>
+#include <fstream>
+#include <thread>
+
+#include "store_oracle.h"
+
+namespace embstore {
+namespace {
+
+SsdStoreOptions Options(const TemporaryDirectory& directory, int64_t row_bytes,
+                        bool direct = true) {
+  return {.path = directory.path, .row_bytes = row_bytes, .direct = direct};
+}
+
+std::string FirstValues(const TemporaryDirectory& directory) {
+  return directory.path + "/values/value-000000000000";
+}
+
+std::vector<int64_t> Range(int64_t begin, int64_t end) {
+  std::vector<int64_t> keys;
+  for (int64_t key = begin; key < end; ++key) keys.push_back(key);
+  return keys;
+}
+
+void GetAll(const Store& store, std::span<const int64_t> keys) {
+  std::vector<std::byte> rows(keys.size() * static_cast<size_t>(store.row_bytes()));
+  std::vector<uint8_t> found(keys.size());
+  store.Get(keys, rows.data(), nullptr, found.data());
+}
+
+TEST(An SSD store holds what a map holds) {
+  for (bool direct : {true, false}) {
+    for (int64_t width : {1, 97, 512, 1023, 5000}) {
+      for (int64_t block : {512, 4096}) {
+        const TemporaryDirectory directory;
+        SsdStoreOptions options = Options(directory, width, direct);
+        options.physical_block_bytes = block;
+        const auto store = SsdStore::Open(options);
+        Oracle oracle;
+        Churn(*store, oracle, 1, 20, 600, 97);
+        store->Flush();
+        Churn(*store, oracle, 21, 5, 600, 7);
+        CheckHolds(*store, oracle);
+        store->Clear();
+        CheckHolds(*store, {});
+      }
+    }
+  }
+}
+
+TEST(Compaction takes space back and loses no row) {
+  const TemporaryDirectory directory;
+  const auto store = SsdStore::Open(Options(directory, 4096));
+  Oracle oracle;
+  Churn(*store, oracle, 1, 120, 3000, 1000);  // 480 MB of rows of which 12 MB live
+  const SsdStoreStats stats = store->stats();
+  CHECK(stats.moved_rows > 0);
+  CHECK(stats.file_bytes <= 2 * 3000 * 4096 + (32 << 20));
+  CheckHolds(*store, oracle);
+}
+
+TEST(Snapshots survive what follows and a store that is opened again is empty until it loads one) {
+  const TemporaryDirectory directory;
+  Oracle first, second, latest;
+  {
+    const auto store = SsdStore::Open(Options(directory, 1000));
+    Churn(*store, latest, 1, 10, 4000, 1500);
+    store->Snapshot("first");
+    first = latest;
+    Churn(*store, latest, 11, 10, 4000, 1500);
+    store->Snapshot("second");
+    second = latest;
+    Churn(*store, latest, 21, 30, 4000, 1500);
+    CheckHolds(*store, latest);
+    // No Close: what was not in a snapshot is gone, as after a crash.
+  }
+  const auto store = SsdStore::Open(Options(directory, 1000));
+  CheckHolds(*store, {});
+  store->LoadSnapshot("first");
+  CheckHolds(*store, first);
+  store->LoadSnapshot("second");
+  CheckHolds(*store, second);
+  CHECK_THROWS(std::system_error, "no snapshot 'third'", store->LoadSnapshot("third"));
+  CheckHolds(*store, second);
+  const int64_t before = store->stats().file_bytes;
+  store->DeleteSnapshot("first");
+  CHECK(store->stats().file_bytes < before);
+  CheckHolds(*store, second);
+  CHECK_EQ(store->Snapshots().size(), size_t{1});
+}
+
+TEST(A damaged block is reported with its rows and the others can be read) {
+  for (bool direct : {true, false}) {
+    const TemporaryDirectory directory;
+    const auto store = SsdStore::Open(Options(directory, 128, direct));
+    Oracle oracle;
+    PutAll(*store, Range(0, 9000), 1, oracle);  // segments hold 8192, and the open one is in memory
+    store->Flush();
+    {
+      std::fstream file(FirstValues(directory), std::ios::in | std::ios::out | std::ios::binary);
+      file.seekp(5 * 4096 + 3 * 128 + 17);
+      file.put('\x55');
+    }
+    CHECK_THROWS(InvalidState, "its block holds rows 160 to 191", GetAll(*store, Range(163, 164)));
+    GetAll(*store, Range(0, 163));
+    GetAll(*store, Range(164, 8192));
+    // Compaction leaves it where it is, and a new version of the row heals it.
+    PutAll(*store, Range(163, 164), 2, oracle);
+    Churn(*store, oracle, 3, 60, 16'000, 4000);
+    CheckHolds(*store, oracle);
+  }
+}
+
+TEST(A file that was cut short is an error and not a signal) {
+  for (bool direct : {true, false}) {
+    const TemporaryDirectory directory;
+    const auto store = SsdStore::Open(Options(directory, 128, direct));
+    Oracle oracle;
+    PutAll(*store, Range(0, 9000), 1, oracle);
+    store->Flush();
+    GetAll(*store, Range(0, 8192));
+    std::filesystem::resize_file(FirstValues(directory), 64 * 4096);
+    CHECK_THROWS(std::system_error, "reading", GetAll(*store, Range(4096, 4097)));
+    CHECK_THROWS(std::system_error, "reading", GetAll(*store, Range(0, 8192)));
+    GetAll(*store, Range(0, 64 * 32));
+  }
+}
+
+TEST(A directory is open once and its sizes are kept) {
+  const TemporaryDirectory directory;
+  {
+    const auto store = SsdStore::Open(Options(directory, 64));
+    CHECK_THROWS(std::system_error, "locked", SsdStore::Open(Options(directory, 64)));
+    store->Close();
+    CHECK_THROWS(InvalidState, "is closed", GetAll(*store, Range(0, 1)));
+    store->Close();
+  }
+  CHECK_THROWS(InvalidArgument, "VALUE_SIZE 64", SsdStore::Open(Options(directory, 68)));
+  SsdStoreOptions narrow = Options(directory, 64);
+  narrow.key_bytes = 4;
+  CHECK_THROWS(InvalidArgument, "KEY_SIZE 8", SsdStore::Open(narrow));
+  narrow.physical_block_bytes = 1000;
+  CHECK_THROWS(InvalidArgument, "physical_block_bytes", SsdStore::Open(narrow));
+}
+
+TEST(A capacity is kept and keys of 4 bytes have to fit) {
+  const TemporaryDirectory directory;
+  SsdStoreOptions options = Options(directory, 64);
+  options.capacity_rows = 100;
+  options.key_bytes = 4;
+  const auto store = SsdStore::Open(options);
+  Oracle oracle, refused;
+  PutAll(*store, Range(-50, 50), 1, oracle);
+  CHECK_THROWS(InvalidState, "100 of 100", PutAll(*store, Range(49, 51), 2, refused));
+  CHECK_THROWS(InvalidArgument, "int32",
+               PutAll(*store, std::vector<int64_t>{int64_t{1} << 31}, 2, refused));
+  CheckHolds(*store, oracle);
+  store->Snapshot("full");
+  store->LoadSnapshot("full");
+  CheckHolds(*store, oracle);
+}
+
+TEST(Many threads read while one writes and snapshots) {
+  for (bool direct : {true, false}) {
+    const TemporaryDirectory directory;
+    const auto store = SsdStore::Open(Options(directory, 512, direct));
+    Oracle oracle;
+    const std::vector<int64_t> fixed = Range(100'000, 104'000);
+    PutAll(*store, fixed, 1, oracle);
+    std::atomic<bool> stop{false};
+    std::atomic<int> wrong{0};
+    std::vector<std::thread> readers;
+    for (int t = 0; t < 3; ++t) {
+      readers.emplace_back([&] {
+        std::vector<std::byte> rows(fixed.size() * 512), wanted(512);
+        std::vector<uint64_t> scores(fixed.size());
+        std::vector<uint8_t> found(fixed.size());
+        while (!stop) {
+          store->Get(fixed, rows.data(), scores.data(), found.data());
+          for (size_t i = 0; i < fixed.size(); ++i) {
+            FillRow(fixed[i], 1, wanted);
+            wrong += !found[i] || scores[i] != 1 ||
+                     std::memcmp(&rows[i * 512], wanted.data(), wanted.size()) != 0;
+          }
+        }
+      });
+    }
+    for (uint64_t round = 0; round < 4; ++round) {
+      Churn(*store, oracle, 10 + round * 10, 8, 6000, 3000);
+      store->Snapshot("s");
+    }
+    stop = true;
+    for (std::thread& reader : readers) reader.join();
+    CHECK_EQ(wrong.load(), 0);
+    CheckHolds(*store, oracle);
+  }
+}
+
+}  // namespace
+}  // namespace embstore
+
+TEST_MAIN()

@@ -1,0 +1,110 @@
+"""Snapshots of OneEmbedding's persistent tables as dumps, and back. docs/stores.md has the files.
+
+    target/user/0-1/{keys,values,snapshots,...}      the table "user", for one rank
+
+A row of such a table is [vector | optimizer state], and its files do not say where the one ends and the other
+begins: who reads them names the dimension and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from embstore.checkpoint.files import Draft
+from embstore.checkpoint.names import file_stem, name_of
+from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.reading import Dump
+from embstore.checkpoint.writing import Progress
+from embstore.stores import SsdStore
+from embstore.table import Rows
+
+BLOCK_ROWS = 65536
+
+
+def _directories(path: Path) -> list[Path]:
+    """The directories of the ranks of one table, or none."""
+    if (path / "VALUE_SIZE").is_file():
+        return [path]
+    return sorted(p for p in path.iterdir() if (p / "VALUE_SIZE").is_file()) if path.is_dir() else []
+
+
+def tables_in(path: Path) -> dict[str, list[Path]]:
+    """The directories of every table: of `path` itself, or of the folders in it."""
+    own = _directories(path)
+    if own:
+        return {name_of(path.name): own}
+    folders = sorted(path.iterdir()) if path.is_dir() else []
+    return {name_of(p.name): found for p in folders if (found := _directories(p))}
+
+
+def _number(directory: Path, name: str) -> int:
+    text = (directory / name).read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(f"{directory / name}: should hold a number but holds: {text!r}")
+    return int(text)
+
+
+class StoredTable:
+    """A snapshot over the directories of all ranks, open until the stack is closed."""
+
+    def __init__(self, directories: list[Path], snapshot: str | None, stack: ExitStack) -> None:
+        self._stores: list[SsdStore] = []
+        for directory in directories:
+            store = SsdStore(
+                directory,
+                _number(directory, "VALUE_SIZE"),
+                key_bytes=_number(directory, "KEY_SIZE"),
+                physical_block_bytes=_number(directory, "PHYSICAL_BLOCK_SIZE"),
+                create=False,
+            )
+            stack.callback(store.close)
+            store.load_snapshot(self._choose(directory, store.snapshots(), snapshot))
+            self._stores.append(store)
+        widths = {store.row_bytes // 4 for store in self._stores}
+        if len(widths) != 1:
+            raise CheckpointError(f"{directories[0].parent}: ranks have rows of different widths: {widths}")
+        (self.width,) = widths
+
+    @staticmethod
+    def _choose(directory: Path, names: list[str], wanted: str | None) -> str:
+        if wanted is None and len(names) != 1:
+            raise ValueError(f"--snapshot should name one of those of {directory}, which are: {names}")
+        return names[0] if wanted is None else wanted
+
+    def __len__(self) -> int:
+        return sum(len(store) for store in self._stores)
+
+    def blocks(self, dim: int) -> Iterator[Rows]:
+        """All rows; what is behind the first `dim` floats is state."""
+        for store in self._stores:
+            for keys, raw, scores in store.scan(BLOCK_ROWS):
+                rows = raw.view(np.float32).reshape(len(keys), self.width)
+                values, states = rows[:, :dim].copy(), rows[:, dim:].copy()
+                yield Rows(keys, values, states, np.maximum(scores, np.uint64(1)))
+
+
+def write(target: Path, dump: Dump, snapshot: str, progress: Progress | None) -> None:
+    """One directory for each table, as for one rank, with the rows of the dump in a snapshot."""
+    names = [table.name for table in dump.tables]
+    if len(set(names)) != len(names):
+        raise ValueError(f"tables should have names of their own as directories but are: {names}")
+    draft = Draft(target)
+    try:
+        for number, table in enumerate(dump.tables):
+            width = table.dim + table.spec.state_width if table.spec and table.state_names else table.dim
+            directory = draft.path / file_stem(table.name) / "0-1"
+            with SsdStore(directory, 4 * width) as store:
+                for rows in table.blocks():
+                    row = np.concatenate([rows.values, rows.states], axis=1, dtype=np.float32)
+                    store.put(rows.keys, row, rows.scores)
+                store.snapshot(snapshot)
+            if progress:
+                progress(number + 1, len(dump.tables))
+        draft.publish()
+    except BaseException:
+        draft.discard()
+        raise
