@@ -6,6 +6,7 @@
 
 #include "argument_check.h"
 #include "embstore/hash.h"
+#include "probe.h"
 
 namespace embstore {
 namespace {
@@ -24,6 +25,18 @@ constexpr double kShare = 0.125;    // of a stretch that goes at least
 constexpr size_t kSample = 1024;
 
 uint64_t TimeOf(uint64_t record) { return (record >> kSlotBits) & kMostTime; }
+// The number of trailing zeros of the next random number: at least f with probability 2^-f.
+int NextChance(uint64_t& random) {
+  random = random * 6364136223846793005ULL + 1442695040888963407ULL;
+  return std::countr_zero(random >> 33 | uint64_t{1} << 31);
+}
+
+uint64_t Raised(uint64_t record, int chance) {
+  const uint64_t frequency = record >> kFrequencyShift;
+  const bool rises = static_cast<uint64_t>(chance) >= frequency && frequency < kMostFrequency;
+  return record + (static_cast<uint64_t>(rises) << kFrequencyShift);
+}
+
 int64_t SlotOf(uint64_t record) { return static_cast<int64_t>(record & 0xffffffffu) - 1; }
 
 KeyIndexOptions IndexFor(const SlotMapOptions& options) {
@@ -42,13 +55,17 @@ KeyIndexOptions IndexFor(const SlotMapOptions& options) {
 
 SlotMap::SlotMap(const SlotMapOptions& options)
     : slots_(options.slots),
-      first_frequency_(static_cast<uint64_t>(options.min_used_freq_power)),
+      first_frequency_(options.min_used_freq_power),
       index_(IndexFor(options)),
       free_(static_cast<size_t>((options.slots + 63) / 64), ~uint64_t{0}) {
   if (slots_ % 64) free_.back() = (uint64_t{1} << (slots_ % 64)) - 1;
 }
 
 size_t SlotMap::bytes() const { return index_.bytes() + free_.size() * sizeof(uint64_t); }
+
+SlotMap::Recent& SlotMap::RecentOf(int64_t key) {
+  return recent_[static_cast<uint64_t>(key) * 0x9e3779b97f4a7c15ULL >> (64 - kRecentBits)];
+}
 
 uint64_t SlotMap::Record(uint64_t frequency, int64_t time, int64_t slot) const {
   return frequency << kFrequencyShift | static_cast<uint64_t>(time - time_base_) << kSlotBits |
@@ -84,32 +101,73 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
   missing_.clear();
   missing_at_.clear();
   std::fill(scratch_.begin(), scratch_.end(), 0);
-  const Kernels& kernels = ActiveKernels();
+  recent_.fill({0, -1, 0});
   const IndexView view = index_.view();
-  const uint64_t now = static_cast<uint64_t>(time - time_base_) << kSlotBits;
-  constexpr uint64_t kKept = ~(static_cast<uint64_t>(kMostTime) << kSlotBits);
-  Slot found[kProbeBlock];
-  const auto n = static_cast<int64_t>(keys.size());
-  for (int64_t begin = 0; begin < n; begin += kProbeBlock) {
-    const int64_t count = std::min(kProbeBlock, n - begin);
-    kernels.find(view, keys.data() + begin, count, found, ScoreUpdate::kKeep, 0, nullptr);
-    for (int64_t i = 0; i < count; ++i) {
-      if (found[i] == kNoSlot) [[unlikely]] {
-        out[begin + i] = -1;
-        NoteMissing(keys[static_cast<size_t>(begin + i)], static_cast<uint32_t>(begin + i));
-        continue;
+  const auto n = static_cast<uint32_t>(keys.size());
+  uint32_t waiting[3 * kProbeBlock];  // positions of keys that the index is asked for
+  uint32_t count = 0;
+  for (uint32_t begin = 0; begin < n; begin += kProbeBlock) {
+    const uint32_t end = begin + std::min<uint32_t>(kProbeBlock, n - begin);
+    const uint32_t asked = count;
+    uint64_t random = random_;
+    for (uint32_t i = begin; i < end; ++i) {
+      const Recent& recent = RecentOf(keys[i]);
+      const bool hit = (recent.key == keys[i]) & (recent.slot >= 0);  // no branch: hits are many and random
+      out[i] = recent.slot;
+      waiting[count] = i;
+      count += !hit;
+      const int chance = NextChance(random);
+      // Its time is renewed already, and no frequency is below the first.
+      if (chance >= first_frequency_ && hit) [[unlikely]] {
+        uint64_t& record = view.entries[recent.at].score;
+        record = Raised(record, chance);
       }
-      uint64_t& record = view.entries[found[i]].score;
-      uint64_t renewed = (record & kKept) | now;
-      random_ = random_ * 6364136223846793005ULL + 1442695040888963407ULL;
-      const uint64_t frequency = record >> kFrequencyShift;
-      const bool rises = ((random_ >> 33) & ((uint64_t{1} << frequency) - 1)) == 0;
-      renewed += static_cast<uint64_t>(rises & (frequency < kMostFrequency)) << kFrequencyShift;
-      record = renewed;
-      out[begin + i] = SlotOf(renewed);
+    }
+    random_ = random;
+    // Sent for now, the digests are there when the block is full.
+    for (uint32_t i = asked; i < count; ++i) {
+      __builtin_prefetch(view.digests + index_.BucketOf(keys[waiting[i]]) * kBucket);
+    }
+    if (asked >= kProbeBlock) {
+      FindBlock(keys, waiting, kProbeBlock);
+      count -= kProbeBlock;
+      std::copy_n(waiting + kProbeBlock, count, waiting);
     }
   }
+  for (uint32_t begin = 0; begin < count; begin += kProbeBlock) {
+    FindBlock(keys, waiting + begin, std::min<uint32_t>(kProbeBlock, count - begin));
+  }
   return static_cast<int64_t>(missing_.size());
+}
+
+void SlotMap::FindBlock(std::span<const int64_t> keys, const uint32_t* positions, uint32_t count) {
+  const IndexView view = index_.view();
+  const uint64_t now = static_cast<uint64_t>(last_time_ - time_base_) << kSlotBits;
+  constexpr uint64_t kKept = ~(static_cast<uint64_t>(kMostTime) << kSlotBits);
+  int64_t block[kProbeBlock];
+  Slot found[kProbeBlock];
+  uint32_t absent[kProbeBlock];
+  uint32_t absent_count = 0;
+  for (uint32_t i = 0; i < count; ++i) block[i] = keys[positions[i]];
+  ActiveKernels().find(view, block, count, found, ScoreUpdate::kKeep, 0, nullptr);
+  uint64_t random = random_;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (found[i] == kNoSlot) {
+      absent[absent_count++] = i;
+      if (!scratch_.empty())
+        __builtin_prefetch(&scratch_[HashKey(block[i]) & (scratch_.size() - 1)]);
+      continue;
+    }
+    uint64_t& record = view.entries[found[i]].score;
+    record = Raised((record & kKept) | now, NextChance(random));
+    out_[positions[i]] = SlotOf(record);
+    RecentOf(block[i]) = {block[i], static_cast<int32_t>(SlotOf(record)), found[i]};
+  }
+  random_ = random;
+  for (uint32_t j = 0; j < absent_count; ++j) {
+    out_[positions[absent[j]]] = -1;
+    NoteMissing(block[absent[j]], positions[absent[j]]);
+  }
 }
 
 void SlotMap::ResizeScratch(size_t occurrences) {
@@ -141,8 +199,7 @@ int64_t SlotMap::TakeLowestFree() {
   return static_cast<int64_t>(first_free_word_) * 64 + bit;
 }
 
-void SlotMap::Free(Slot at) {
-  const int64_t slot = SlotOf(index_.entry(at).score);
+void SlotMap::Free(Slot at, int64_t slot) {
   const auto word = static_cast<size_t>(slot / 64);
   free_[word] |= uint64_t{1} << (slot % 64);
   first_free_word_ = std::min(first_free_word_, word);
@@ -171,13 +228,21 @@ std::span<const KeySlot> SlotMap::Admit() {
       static_cast<size_t>(std::min(free_slots(), static_cast<int64_t>(missing_.size())));
   admitted_.reserve(count);
   constexpr size_t kAhead = 8;
+  const auto digests = [&](size_t i) {
+    return index_.view().digests + index_.BucketOf(missing_[i]) * kBucket;
+  };
   for (size_t i = 0; i < count; ++i) {
+    // First the digests of the bucket, and once they are there the entry that the key will take.
+    if (i + 2 * kAhead < count) __builtin_prefetch(digests(i + 2 * kAhead), 1);
     if (i + kAhead < count) {
-      const int64_t bucket = index_.BucketOf(missing_[i + kAhead]);
-      __builtin_prefetch(index_.view().digests + bucket * kBucket, 1);
+      const uint8_t* const line = digests(i + kAhead);
+      if (const uint64_t free = MatchLine(line, kFreeDigest)) {
+        const auto at = (line - index_.view().digests) + std::countr_zero(free);
+        __builtin_prefetch(&index_.view().entries[at], 1);
+      }
     }
     const int64_t slot = TakeLowestFree();
-    InsertKey(missing_[i], Record(first_frequency_, last_time_, slot));
+    InsertKey(missing_[i], Record(static_cast<uint64_t>(first_frequency_), last_time_, slot));
     index_.AddSize(1);
     admitted_.push_back({missing_[i], slot});
   }
@@ -197,7 +262,7 @@ void SlotMap::Forget(std::span<const int64_t> keys) {
   for (const int64_t key : keys) {
     const Slot at = index_.Find(key);
     if (at == kNoSlot) continue;
-    Free(at);
+    Free(at, SlotOf(index_.entry(at).score));
     index_.AddSize(-1);
   }
 }
@@ -253,7 +318,14 @@ std::span<const KeySlot> SlotMap::Victims(int64_t count, int64_t pinned_from) {
 }
 
 void SlotMap::Drop() {
-  for (const Slot at : victims_at_) Free(at);
+  constexpr size_t kAhead = 8;
+  for (size_t i = 0; i < victims_.size(); ++i) {
+    if (i + kAhead < victims_.size()) {
+      __builtin_prefetch(&index_.view().entries[victims_at_[i + kAhead]], 1);
+      __builtin_prefetch(&free_[static_cast<size_t>(victims_[i + kAhead].slot / 64)], 1);
+    }
+    Free(victims_at_[i], victims_[i].slot);
+  }
   index_.AddSize(-static_cast<int64_t>(victims_at_.size()));
   victims_.clear();
   victims_at_.clear();

@@ -28,6 +28,7 @@
 //  2. Victims and Find change no slot; a failed push or pull in between leaves the map usable.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -84,7 +85,8 @@ class SlotMap {
  private:
   uint64_t Record(uint64_t frequency, int64_t time, int64_t slot) const;
   void Advance(int64_t time);
-  void Free(Slot at);
+  void FindBlock(std::span<const int64_t> keys, const uint32_t* positions, uint32_t count);
+  void Free(Slot at, int64_t slot);
   int64_t TakeLowestFree();
   Slot InsertKey(int64_t key, uint64_t record);
   void NoteMissing(int64_t key, uint32_t position);
@@ -94,13 +96,24 @@ class SlotMap {
   void VisitUsed(const Visit& visit) const;
 
   int64_t slots_;
-  uint64_t first_frequency_;
+  int first_frequency_;
   KeyIndex index_;
   std::vector<uint64_t> free_;  // a bit for each free slot
   size_t first_free_word_ = 0;  // no bit is set below it
   int64_t time_base_ = 0;       // records keep time - time_base_
   int64_t last_time_ = 0;
   uint64_t random_ = 0x9e3779b97f4a7c15ULL;
+
+  // Keys of the running Find that have a slot: most keys of a batch come again and again, and are
+  // answered from here without a look at the index.
+  static constexpr int kRecentBits = 11;
+  struct Recent {
+    int64_t key;
+    int32_t slot;  // -1: nothing is kept here
+    Slot at;       // in the index
+  };
+  std::array<Recent, 1 << kRecentBits> recent_;
+  Recent& RecentOf(int64_t key);
 
   // Of the last Find.
   struct Occurrence {
