@@ -115,7 +115,9 @@ class EngineStore(Store):
 
     def get(self, keys: object) -> tuple[RowArray, ScoreArray, FoundArray]:
         k = as_keys(keys)
-        rows, scores = np.zeros((k.n, self.row_bytes), np.uint8), np.zeros(k.n, np.uint64)
+        # Recycled memory: fresh pages would cost more than the rows.
+        rows: RowArray = _core.empty_bytes(k.n * self.row_bytes).reshape(-1, self.row_bytes)
+        scores = np.zeros(k.n, np.uint64)
         found = np.empty(k.n, np.uint8)
         self._handle.get(k.address, k.n, address(rows), address(scores), address(found))
         return rows, scores, found.astype(bool)
