@@ -176,7 +176,7 @@ class _PlainConnection:
         self._connection.check_health()
         socket = self._connection._sock
         buffer = _core.empty_bytes(max(RECEIVED_BYTES, 2 * codec.most_value_bytes))
-        view, begin, filled = memoryview(buffer), address(buffer), 0
+        view, begin, filled = memoryview(buffer), address(buffer), 0  # type: ignore[arg-type]
         sent = 0
         while sent < len(chunks) or codec.waiting:
             while sent < len(chunks) and codec.waiting < ON_THE_WAY:
