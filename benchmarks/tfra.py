@@ -5,7 +5,8 @@ tfra-adam     lookup, a loss, its gradient and Adam on the touched rows, in a tf
               memory of the process, TensorFlow itself included
 
 TFRA needs an older TensorFlow (2.16.2), so each side is a process with an environment of its own, and the
-steps are interleaved: one side waits while the other runs. TFRA's environment takes 2.3 GB under build/tfra;
+steps are interleaved: one side waits while the other runs. Where memory is too short for both, one side is
+measured after the other. TFRA's environment takes 2.3 GB under build/tfra;
 it is made by `python -m benchmarks.tfra --make-environment`, and without it these works are passed by.
 With 10M ids TFRA takes 14 GB for Adam.
 """
@@ -32,6 +33,7 @@ PACKAGES = ("tensorflow==2.16.2", "tf_keras==2.16.0", "tensorflow-recommenders-a
 AGAINST = "TFRA 0.8.1, TensorFlow 2.16.2"
 LOOKUP_MARKS, ADAM_MARKS, MEMORY_MARKS = (2.0, 3.0), (3.0, 4.0), (2.5, 3.0)
 SETTLE_SECONDS = 0.01
+BOTH_BYTES_A_KEY = {"lookup": 1000, "adam": 2800}  # of both sides together, at their peaks
 
 
 def make_environment() -> None:
@@ -75,28 +77,49 @@ def compare(run: Run, work: str, threads: int) -> tuple[float, float, int, int]:
     """Median seconds of ours and theirs, then resident bytes of ours and theirs."""
     sizes = run.sizes
     with tempfile.TemporaryDirectory(prefix="tfra-", dir=ENVIRONMENT) as name:
-        folder, sides = Path(name), []
+        folder = Path(name)
         np.save(folder / "keys.npy", scatter(np.arange(sizes.limit_keys)).numpy())
         batches = zipf_batches(sizes.limit_keys, sizes.batch, sizes.batches).keys
         np.save(folder / "batches.npy", np.stack([batch.numpy() for batch in batches]))
         gradient = np.random.default_rng(0).normal(size=(sizes.batch, DIM)).astype(np.float32)
         np.save(folder / "gradient.npy", gradient)
-        try:
-            for which in ("ours", "theirs"):
-                sides.append(Side(which, folder, work, threads))
-            seconds: list[list[float]] = [[], []]
-            for number in range(sizes.warmup_rounds + sizes.rounds):
-                for times, side in zip(seconds, sides, strict=True):
-                    time.sleep(SETTLE_SECONDS)
-                    times.append(side.ask(number))
-            rows = [np.array(side.ask("rows")) for side in sides]
-            if not np.allclose(*rows, rtol=1e-3, atol=1e-4):
-                raise RuntimeError("both sides should hold the same rows but do not")
-            ours, theirs = (statistics.median(times[sizes.warmup_rounds :]) for times in seconds)
-            return ours, theirs, *(side.ask("memory") for side in sides)
-        finally:
-            for side in sides:
-                side.stop()
+        both = ["ours", "theirs"]
+        groups = [both] if fits(sizes.limit_keys, work) else [[which] for which in both]
+        answers = [answer for group in groups for answer in measure(run, folder, work, threads, group)]
+    (ours, our_rows, our_bytes), (theirs, their_rows, their_bytes) = answers
+    if not np.allclose(our_rows, their_rows, rtol=1e-3, atol=1e-4):
+        raise RuntimeError("both sides should hold the same rows but do not")
+    return ours, theirs, our_bytes, their_bytes
+
+
+def measure(
+    run: Run, folder: Path, work: str, threads: int, group: list[str]
+) -> list[tuple[float, np.ndarray, int]]:
+    """Median seconds, rows and resident bytes of each side of the group, whose steps are interleaved."""
+    sizes, sides = run.sizes, []
+    try:
+        for which in group:
+            sides.append(Side(which, folder, work, threads))
+        seconds: list[list[float]] = [[] for _ in sides]
+        for number in range(sizes.warmup_rounds + sizes.rounds):
+            for times, side in zip(seconds, sides, strict=True):
+                time.sleep(SETTLE_SECONDS)
+                times.append(side.ask(number))
+        return [
+            (statistics.median(times[sizes.warmup_rounds :]), np.array(side.ask("rows")), side.ask("memory"))
+            for times, side in zip(seconds, sides, strict=True)
+        ]
+    finally:
+        for side in sides:
+            side.stop()
+
+
+def fits(keys: int, work: str) -> bool:
+    """Whether both sides fit into memory together; if not, one runs after the other."""
+    bytes_a_key = BOTH_BYTES_A_KEY[work]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return kib * 1024 > bytes_a_key * keys
 
 
 def ready() -> bool:

@@ -1,15 +1,19 @@
 // Binding of what a parameter server needs: plug-ins, and rows that lie in several arrays.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "embstore/pieces.h"
 #include "embstore/plugin.h"
+#include "embstore/redis_protocol.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -26,6 +30,19 @@ std::vector<Piece> ToPieces(const std::vector<PieceTuple>& tuples) {
     pieces.push_back({Address<std::byte>(base), stride, bytes});
   }
   return pieces;
+}
+
+// One text of commands for rows [first, last), at most `step` rows each. Valid until the next call.
+template <typename Add>
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> Commands(RedisRows& rows, int64_t first,
+                                                            int64_t last, int64_t step,
+                                                            const Add& add) {
+  {
+    const nb::gil_scoped_release release;
+    rows.BeginText();
+    for (int64_t at = first; at < last; at += step) add(at, std::min(at + step, last));
+  }
+  return {rows.text().data(), {rows.text().size()}, nb::find(rows)};
 }
 
 std::span<const int64_t> Numbers(uintptr_t address, int64_t n) {
@@ -51,6 +68,42 @@ void BindParameterServer(nb::module_& m) {
         ScatterPieces(all, Numbers(slots, n), Address<const std::byte>(rows));
       },
       "pieces"_a, "slots"_a, "n"_a, "rows"_a);
+
+  nb::class_<RedisRows>(m, "RedisRows")
+      .def(
+          "__init__",
+          [](RedisRows* self, const std::string& head, const std::vector<std::string>& tails,
+             const std::vector<std::vector<PieceTuple>>& values, uintptr_t ids, int64_t n,
+             uintptr_t found) {
+            std::vector<std::vector<Piece>> pieces;
+            for (const auto& value : values) pieces.push_back(ToPieces(value));
+            new (self)
+                RedisRows(head, tails, std::move(pieces), Numbers(ids, n), Address<uint8_t>(found));
+          },
+          "head"_a, "tails"_a, "values"_a, "ids"_a, "n"_a, "found"_a)
+      .def(
+          "mget",
+          [](RedisRows& self, int64_t first, int64_t last, int64_t step) {
+            return Commands(self, first, last, step,
+                            [&](int64_t a, int64_t b) { self.Mget(a, b); });
+          },
+          "first"_a, "last"_a, "step"_a)
+      .def(
+          "mset",
+          [](RedisRows& self, int64_t first, int64_t last, int64_t step) {
+            return Commands(self, first, last, step,
+                            [&](int64_t a, int64_t b) { self.Mset(a, b); });
+          },
+          "first"_a, "last"_a, "step"_a)
+      .def(
+          "receive",
+          [](RedisRows& self, uintptr_t bytes, size_t n) {
+            return self.Receive({Address<const char>(bytes), n});
+          },
+          "bytes"_a, "n"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("waiting", &RedisRows::waiting)
+      .def_prop_ro("error", &RedisRows::error)
+      .def_prop_ro("most_value_bytes", &RedisRows::most_value_bytes);
 
   m.def("load_plugin", [](const std::string& path) {
     LoadedPlugin loaded;

@@ -4,10 +4,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <span>
-#include <utility>
-#include <vector>
 
+#include "embstore/memory.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -19,22 +19,21 @@ namespace {
 using Pairs = nb::ndarray<nb::numpy, int64_t, nb::shape<-1, 2>>;
 static_assert(sizeof(KeySlot) == 2 * sizeof(int64_t));
 
-Pairs ToPairs(std::vector<KeySlot>&& pairs) {
-  auto* kept = new std::vector<KeySlot>(std::move(pairs));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<KeySlot>*>(p); });
-  return Pairs(reinterpret_cast<int64_t*>(kept->data()), {kept->size(), 2}, owner);
-}
-
-// Calls without the GIL, then copies: the spans of a SlotMap live until its next call.
+// Calls without the GIL, then copies: the spans of a SlotMap live until its next call. The copy
+// lies in the pool, since fresh pages would cost more than the call.
 template <typename Call>
 Pairs Unlocked(const Call& call) {
-  std::vector<KeySlot> pairs;
+  auto* kept = new PooledBuffer;
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<PooledBuffer*>(p); });
+  size_t count = 0;
   {
     nb::gil_scoped_release release;
-    const auto found = call();
-    pairs.assign(found.begin(), found.end());
+    const auto pairs = call();
+    count = pairs.size();
+    *kept = PooledBuffer(count * sizeof(KeySlot));
+    std::copy_n(pairs.data(), count, kept->as<KeySlot>());
   }
-  return ToPairs(std::move(pairs));
+  return Pairs(kept->as<int64_t>(), {count, 2}, owner);
 }
 
 std::span<const int64_t> Keys(uintptr_t address, int64_t n) {

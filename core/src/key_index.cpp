@@ -126,7 +126,10 @@ void KeyIndex::Prefetch(int64_t key, bool entries) const {
   for (int64_t line = 0; line < std::min<int64_t>(lines_per_bucket_, 4); ++line) {
     __builtin_prefetch(digests + line * kLine);
   }
-  if (!entries) return;
+  if (!entries) {
+    __builtin_prefetch(v.entries + home.bucket * bucket_capacity_ + home.position, 1);
+    return;
+  }
   const auto* begin =
       reinterpret_cast<const std::byte*>(v.entries + home.bucket * bucket_capacity_);
   const int64_t bytes = std::min<int64_t>(bucket_capacity_, 256) * int64_t{sizeof(IndexEntry)};

@@ -112,7 +112,15 @@ struct Work {
   void AnswerAgain(const Piece& piece) const {
     const RowsView rows = request->table->rows();
     if (!pooled()) {
-      for (uint32_t i : piece.missing) Gather(rows, i, i + 1);
+      // Runs, since a gather fetches the rows of its run ahead.
+      const std::vector<uint32_t>& missing_here = piece.missing;
+      for (size_t j = 0, end = 0; j < missing_here.size(); j = end) {
+        for (end = j + 1; end < missing_here.size();) {
+          if (missing_here[end] != missing_here[end - 1] + 1) break;
+          ++end;
+        }
+        Gather(rows, missing_here[j], missing_here[end - 1] + int64_t{1});
+      }
       return;
     }
     int64_t done = -1;

@@ -34,7 +34,7 @@ void Store::LoadSnapshot(const std::string& name) {
 
 namespace {
 
-constexpr int64_t kKeysPerTask = 2048;
+constexpr int64_t kKeysPerTask = 2048, kRowsAhead = 6;
 
 class NullStore final : public Store {
  public:
@@ -79,37 +79,40 @@ class MemoryStore final : public Store {
   void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
            uint8_t* found) const override {
     std::shared_lock guard(lock_);
-    ForTasks(keys, [&](int64_t i) {
-      const Slot slot = index_.Find(keys[static_cast<size_t>(i)]);
-      found[i] = slot != kNoSlot;
-      if (slot == kNoSlot) return;
-      std::memcpy(rows + i * row_bytes(), row(slot), static_cast<size_t>(row_bytes()));
-      if (scores) scores[i] = index_.entry(slot).score;
+    ForBlocks(keys, [&](int64_t first, std::span<const Slot> slots) {
+      const auto n = static_cast<int64_t>(slots.size());
+      for (int64_t i = 0; i < n; ++i) {
+        if (i + kRowsAhead < n) PrefetchRow(slots[static_cast<size_t>(i + kRowsAhead)]);
+        const Slot slot = slots[static_cast<size_t>(i)];
+        found[first + i] = slot != kNoSlot;
+        if (slot == kNoSlot) continue;
+        std::memcpy(rows + (first + i) * row_bytes(), row(slot), static_cast<size_t>(row_bytes()));
+        if (scores) scores[first + i] = index_.entry(slot).score;
+      }
     });
   }
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
     std::shared_lock guard(lock_);
-    ForTasks(keys,
-             [&](int64_t i) { found[i] = index_.Find(keys[static_cast<size_t>(i)]) != kNoSlot; });
+    ForBlocks(keys, [&](int64_t first, std::span<const Slot> slots) {
+      for (const Slot slot : slots) found[first++] = slot != kNoSlot;
+    });
   }
 
   void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
     std::unique_lock guard(lock_);
     RequireRoom(keys);
-    for (size_t i = 0; i < keys.size(); ++i) {
-      // 0 means empty in the index. No table gives it, but a user may.
-      const uint64_t score = std::max<uint64_t>(scores[i], 1);
-      KeyIndex::Insertion place = index_.FindOrInsert(keys[i], score);
-      for (; place.slot == kNoSlot; place = index_.FindOrInsert(keys[i], score)) Grow();
-      if (place.inserted) {
-        index_.AddSize(1);
-      } else {
-        index_.set_score(place.slot, score);
-      }
-      std::memcpy(row(place.slot), rows + static_cast<int64_t>(i) * row_bytes(),
-                  static_cast<size_t>(row_bytes()));
+    places_.resize(keys.size());
+    try {
+      Place(keys, scores);
+    } catch (...) {
+      // Keys that were placed must not be left with the bytes that their slots held before.
+      for (size_t i = 0; i < keys.size(); ++i) places_[i] = index_.Find(keys[i]);
+      CopyToPlaces(rows, 0, 1);
+      throw;
     }
+    const int threads = NumThreads();
+    ParallelFor(threads, [&](int64_t task) { CopyToPlaces(rows, task, threads); });
   }
 
   void Erase(std::span<const int64_t> keys) override {
@@ -148,13 +151,59 @@ class MemoryStore final : public Store {
  private:
   std::byte* row(Slot slot) const { return rows_.data() + slot * row_bytes(); }
 
+  void PrefetchRow(Slot slot) const {
+    if (slot == kNoSlot) return;
+    for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(row(slot) + byte);
+  }
+
+  // visit(number of the first key, slots of this and the next keys) for all keys, on all threads.
   template <typename Visit>
-  static void ForTasks(std::span<const int64_t> keys, const Visit& visit) {
+  void ForBlocks(std::span<const int64_t> keys, const Visit& visit) const {
     const auto n = static_cast<int64_t>(keys.size());
     ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-      const int64_t end = std::min((task + 1) * kKeysPerTask, n);
-      for (int64_t i = task * kKeysPerTask; i < end; ++i) visit(i);
+      Slot slots[kKeysPerTask];
+      const int64_t first = task * kKeysPerTask, count = std::min(kKeysPerTask, n - first);
+      ActiveKernels().find(index_.view(), keys.data() + first, count, slots, ScoreUpdate::kKeep, 0);
+      visit(first, std::span<const Slot>(slots, static_cast<size_t>(count)));
     });
+  }
+
+  // Gives every key a slot, in places_, and its score.
+  void Place(std::span<const int64_t> keys, const uint64_t* scores) {
+    uint64_t before = 0;
+    do {  // growing moves slots
+      before = layout_;
+      ActiveKernels().find(index_.view(), keys.data(), static_cast<int64_t>(keys.size()),
+                           places_.data(), ScoreUpdate::kKeep, 0);
+      for (size_t i = 0; i < keys.size(); ++i) {
+        // 0 means empty in the index. No table gives it, but a user may.
+        const uint64_t score = std::max<uint64_t>(scores[i], 1);
+        if (places_[i] == kNoSlot || layout_ != before) places_[i] = Insert(keys[i], score);
+        index_.set_score(places_[i], score);
+      }
+    } while (layout_ != before);
+  }
+
+  Slot Insert(int64_t key, uint64_t score) {
+    KeyIndex::Insertion place = index_.FindOrInsert(key, score);
+    for (; place.slot == kNoSlot; place = index_.FindOrInsert(key, score)) Grow();
+    if (place.inserted) index_.AddSize(1);
+    return place.slot;
+  }
+
+  // Copies the rows of one part of the slots, so that the last of equal keys is the last to be
+  // written.
+  void CopyToPlaces(const std::byte* rows, int64_t part, int64_t parts) {
+    const auto n = static_cast<int64_t>(places_.size());
+    for (int64_t i = 0; i < n; ++i) {
+      const Slot slot = places_[static_cast<size_t>(i)];
+      if (i + kRowsAhead < n) {
+        const Slot next = places_[static_cast<size_t>(i + kRowsAhead)];
+        if (next % parts == part) PrefetchRow(next);
+      }
+      if (slot == kNoSlot || slot % parts != part) continue;
+      std::memcpy(row(slot), rows + i * row_bytes(), static_cast<size_t>(row_bytes()));
+    }
   }
 
   void RequireRoom(std::span<const int64_t> keys) const {
@@ -203,7 +252,8 @@ class MemoryStore final : public Store {
   mutable RwLock lock_;
   KeyIndex index_;
   mutable HugeBuffer rows_;
-  uint64_t layout_ = 0;  // changes when slots do
+  uint64_t layout_ = 0;       // changes when slots do
+  std::vector<Slot> places_;  // of the running Put
 };
 
 }  // namespace

@@ -345,13 +345,16 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
   const bool counts = counts_occurrences();
   ParallelFor(parts, [&](int64_t part) {
     InsertPass& pass = passes[static_cast<size_t>(part)];
-    constexpr size_t kAhead = 8;
-    for (size_t at = 0; at < missing.size(); ++at) {
-      if (at + kAhead < missing.size()) index_->Prefetch(keys[missing[at + kAhead]], evict);
-      const uint32_t i = missing[at];
+    std::vector<uint32_t> mine;
+    mine.reserve(missing.size());
+    for (const uint32_t i : missing) {
+      if (index_->BucketOf(keys[i]) % parts == part) mine.push_back(i);
+    }
+    constexpr size_t kAhead = 16;
+    for (size_t at = 0; at < mine.size(); ++at) {
+      if (at + kAhead < mine.size()) index_->Prefetch(keys[mine[at + kAhead]], evict);
+      const uint32_t i = mine[at];
       const int64_t key = keys[i];
-      const int64_t bucket = index_->BucketOf(key);
-      if (parts > 1 && bucket % parts != part) continue;
       // An earlier occurrence may have inserted the key.
       auto [slot, inserted] =
           evict ? KeyIndex::Insertion{index_->Find(key), false} : index_->FindOrInsert(key, score);
@@ -360,7 +363,7 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
       }
       if (inserted) AfterInsert(slot);
       if (slot == kNoSlot && evict) {
-        slot = index_->Victim(bucket, [&](Slot s) { return IsStamped(s); });
+        slot = index_->Victim(index_->BucketOf(key), [&](Slot s) { return IsStamped(s); });
         if (slot != kNoSlot) {
           if (watched()) BeforeChange(slot);
           const IndexEntry& victim = index_->entry(slot);
@@ -402,7 +405,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
     ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
       const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
-        constexpr int64_t kAhead = 4;
+        constexpr int64_t kAhead = 8;
         if (j + kAhead < end) {
           const std::byte* next = row(slots[done.inserted[static_cast<size_t>(j + kAhead)]]);
           for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);

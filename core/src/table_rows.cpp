@@ -168,7 +168,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
   const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
-                                        /*initial=*/nullptr);
+                                        values);  // cheaper than what they would begin with
   Grouping grouping(slots, n, index_->capacity());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();

@@ -89,10 +89,10 @@ void Table::Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> mis
   for (uint32_t i : missing) slots[i] = index_->Find(keys[i]);
 }
 
-std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Slot* slots) const {
+std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Slot* slots) {
   const auto n = static_cast<int64_t>(keys.size());
   std::vector<uint32_t> missing;
-  ActiveKernels().find(index(), keys.data(), n, slots, ScoreUpdate::kKeep, 0);
+  FindAll(keys, slots, {ScoreUpdate::kKeep, 0});
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
   }

@@ -1,24 +1,28 @@
 """Connections to Redis, and the few commands that a store needs, many keys at a time.
 
-redis-py opens, authenticates, encrypts and finds masters and cluster nodes; hiredis writes and reads the
-protocol. In a cluster keys go to their nodes in pipelines of single-key commands, elsewhere commands take
-many keys and several of them are on their way at a time.
+redis-py opens, authenticates, encrypts and finds masters and cluster nodes. In a cluster keys go to their
+nodes in pipelines of single-key commands, elsewhere commands take many keys and several of them are on their
+way at a time. There rows go from memory to the socket and back through the engine's codec, since an object
+for each value would cost more than the server does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from embstore import _core
+from embstore.arrays import address
+from embstore.redis_rows import RowBatch
 from embstore.redis_url import RedisUrl
 
-ON_THE_WAY = 4  # commands that were sent and not yet answered
+ON_THE_WAY = 6  # commands that were sent and not yet answered, before the next send
+RECEIVED_BYTES = 1 << 18
 
-Named = Iterable[tuple[int, list[str]]]  # (index of the first id, names of its chunk)
-Receive = Callable[[int, list[str], "list[bytes | None]"], None]
 Pack = Callable[[tuple[Any, ...]], bytes]
+Command = Callable[[int, int, int], Any]  # first row, row behind the last, rows of one command
 
 
 class TemporaryError(Exception):
@@ -33,8 +37,8 @@ class Connection(Protocol):
     """What a store does with a server. Everything may be done twice."""
 
     def call(self, *command: str | bytes | int) -> Any: ...
-    def get_many(self, chunks: Named, receive: Receive) -> None: ...
-    def set_many(self, chunks: Iterable[tuple[list[str], list[bytes]]]) -> None: ...
+    def get_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None: ...
+    def set_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None: ...
     def delete_many(self, chunks: Iterable[list[str]]) -> None: ...
     def scan_keys(self, pattern: str, count: int) -> Iterator[list[bytes]]: ...
 
@@ -136,6 +140,8 @@ class RedisServer:
             raise RuntimeError(f"{where} is full: {error}") from None
         except errors.RedisError as error:
             raise RuntimeError(f"{where}: {error}") from None
+        except RuntimeError as error:  # of the codec: a value that is no row of ours
+            raise RuntimeError(f"{where}: {error}") from None
         except OSError as error:  # of a file of certificates, or of a socket that redis-py did not expect
             raise TemporaryError(
                 f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)
@@ -165,32 +171,45 @@ class _PlainConnection:
         while waiting:
             yield waiting.popleft(), self._connection.read_response()
 
-    def get_many(self, chunks: Named, receive: Receive) -> None:
-        absent: list[list[str]] = []
-        for (first, names), values in self._stream((c, ("MGET", *c[1])) for c in chunks):
-            receive(first, names, values)
-            if None in values:
-                absent.append([name for name, value in zip(names, values) if value is None])
+    def _move(self, codec: _core.RedisRows, chunks: Sequence[range], command: Command) -> None:
+        """Sends a command for every chunk and takes the answers."""
+        self._connection.check_health()
+        socket = self._connection._sock
+        buffer = _core.empty_bytes(max(RECEIVED_BYTES, 2 * codec.most_value_bytes))
+        view, begin, filled = memoryview(buffer), address(buffer), 0  # type: ignore[arg-type]
+        sent = 0
+        while sent < len(chunks) or codec.waiting:
+            while sent < len(chunks) and codec.waiting < ON_THE_WAY:
+                socket.sendall(command(chunks[sent].start, chunks[sent].stop, len(chunks[sent])))
+                sent += 1
+            count = socket.recv_into(view[filled:])
+            if count == 0:
+                raise ConnectionResetError("the server closed the connection")
+            filled += count
+            used = codec.receive(begin, filled)
+            view[: filled - used] = view[used:filled]
+            filled -= used
+            if codec.error:
+                raise self._connection._parser.parse_error(codec.error)
+
+    def get_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None:
+        codec = batch.codec()
+        self._move(codec, chunks, codec.mget)
         # MGET also has nothing for a key that holds a list or a hash, which would pass for a new id.
+        absent = (names for chunk in chunks if (names := batch.absent_names(chunk)))
         for names, count in self._stream((names, ("EXISTS", *names)) for names in absent):
             if count:
                 self._complain_about_types(names)
+
+    def set_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None:
+        codec = batch.codec()
+        self._move(codec, chunks, codec.mset)
 
     def _complain_about_types(self, names: list[str]) -> None:
         for name in names:
             kind = self.call("TYPE", name).decode()
             if kind not in ("none", "string"):
                 raise RuntimeError(f"{name} should hold a string but holds a: {kind}")
-
-    def set_many(self, chunks: Iterable[tuple[list[str], list[bytes]]]) -> None:
-        def commands() -> Iterator[tuple[None, tuple[Any, ...]]]:
-            for names, values in chunks:
-                command: list[Any] = ["MSET"] * (2 * len(names) + 1)
-                command[1::2], command[2::2] = names, values
-                yield None, tuple(command)
-
-        for _ in self._stream(commands()):
-            pass
 
     def delete_many(self, chunks: Iterable[list[str]]) -> None:
         for _ in self._stream((None, ("DEL", *names)) for names in chunks):
@@ -219,13 +238,14 @@ class _ClusterConnection:
             pipeline.execute_command(*command)
         return list(pipeline.execute())
 
-    def get_many(self, chunks: Named, receive: Receive) -> None:
-        for first, names in chunks:
-            receive(first, names, self._pipeline(("GET", name) for name in names))
+    def get_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None:
+        for chunk in chunks:
+            batch.receive(chunk, self._pipeline(("GET", name) for name in batch.names(chunk)))
 
-    def set_many(self, chunks: Iterable[tuple[list[str], list[bytes]]]) -> None:
-        for names, values in chunks:
-            self._pipeline(("SET", name, value) for name, value in zip(names, values))
+    def set_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None:
+        for chunk in chunks:
+            named = zip(batch.names(chunk), batch.values(chunk))
+            self._pipeline(("SET", name, value) for name, value in named)
 
     def delete_many(self, chunks: Iterable[list[str]]) -> None:
         for names in chunks:

@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from embstore import _core
 from embstore.redis_connection import Connection, RedisServer, TemporaryError
+from embstore.redis_rows import Layout, RowBatch
 from embstore.redis_url import LAYOUTS, SCHEMES, parse_redis_url
 from embstore.stores import FoundArray, KeyArray, RowArray, ScoreArray, Store
 
@@ -52,11 +54,13 @@ class RedisStore(Store):
             raise ValueError(f"layout should be one of {list(LAYOUTS)} but is: {layout!r}")
         super().__init__(sum(tensor_bytes))
         options = parse_redis_url(url)
-        self._packed = (options.layout or layout) == "packed"
-        self._head = f"{options.prefix}_table_{table}_gid_"
-        tail = f"_cid_{column}"
-        self._tails = [tail] if self._packed else [f"{tail}_osid_{k}" for k in range(len(tensor_bytes))]
-        self._sizes = [self.row_bytes + 8] if self._packed else list(tensor_bytes)
+        self._layout = Layout(
+            f"{options.prefix}_table_{table}_gid_",
+            f"_cid_{column}",
+            tensor_bytes,
+            packed=(options.layout or layout) == "packed",
+        )
+        self._head, self._tails = self._layout.head, self._layout.tails
         self._options = options
         self._server = RedisServer(options)
         self._chunk_ids = max(1, options.chunk_size // len(self._tails))
@@ -71,45 +75,31 @@ class RedisStore(Store):
     # ---- rows
 
     def get(self, keys: KeyArray) -> tuple[RowArray, ScoreArray, FoundArray]:
-        data = np.zeros((len(keys), sum(self._sizes)), np.uint8)
-        found = np.zeros(len(keys), bool)
-
-        def receive(first: int, names: list[str], values: list[bytes | None]) -> None:
-            width = len(self._sizes)
-            here = _all_present(values, width)
-            self._check_sizes(names, values)
-            if not here.all():
-                values = [v for i in np.flatnonzero(here) for v in values[i * width : (i + 1) * width]]
-            rows = np.frombuffer(b"".join(values), np.uint8).reshape(-1, data.shape[1])  # type: ignore[arg-type]
-            data[first : first + len(here)][here] = rows
-            found[first : first + len(here)] = here
-
-        self._in_chunks(len(keys), lambda c, ranges: c.get_many(self._named(keys, ranges), receive))
+        keys = np.ascontiguousarray(keys, np.int64)
+        rows: RowArray = _core.empty_bytes(len(keys) * self.row_bytes).reshape(-1, self.row_bytes)
         scores = np.ones(len(keys), np.uint64)
-        if self._packed:
-            scores = np.ascontiguousarray(data[:, self.row_bytes :]).view(np.uint64)[:, 0]
-            data = np.ascontiguousarray(data[:, : self.row_bytes])
-        return data, scores, found
+        found = np.zeros(len(keys), bool)
+        batch = RowBatch(self._layout, keys, rows, scores, found)
+        self._in_chunks(len(keys), lambda c, ranges: c.get_rows(batch, ranges))
+        return rows, scores, found
 
     def put(self, keys: KeyArray, rows: RowArray, scores: ScoreArray) -> None:
-        if self._packed:
-            rows = np.concatenate(
-                [rows, np.ascontiguousarray(scores, np.uint64).view(np.uint8).reshape(-1, 8)], axis=1
-            )
-
-        def named(ranges: Sequence[range]) -> Iterator[tuple[list[str], list[bytes]]]:
-            for (_, names), chunk in zip(self._named(keys, ranges), ranges):
-                yield names, _split_rows(rows[chunk.start : chunk.stop], self._sizes)
-
-        self._in_chunks(len(keys), lambda c, ranges: c.set_many(named(ranges)))
+        batch = RowBatch(
+            self._layout,
+            np.ascontiguousarray(keys, np.int64),
+            np.ascontiguousarray(rows),
+            np.ascontiguousarray(scores, np.uint64),
+        )
+        self._in_chunks(len(keys), lambda c, ranges: c.set_rows(batch, ranges))
 
     def contains(self, keys: KeyArray) -> FoundArray:
         return self.get(keys)[2]
 
     def erase(self, keys: KeyArray) -> None:
-        self._in_chunks(
-            len(keys), lambda c, ranges: c.delete_many(names for _, names in self._named(keys, ranges))
-        )
+        def work(connection: Connection, ranges: Sequence[range]) -> None:
+            connection.delete_many(self._layout.names(keys[r.start : r.stop]) for r in ranges)
+
+        self._in_chunks(len(keys), work)
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
         pattern = _glob_escape(self._head) + "*" + _glob_escape(self._tails[0])
@@ -131,17 +121,6 @@ class RedisStore(Store):
         return sum(len(keys) for keys, _, _ in self.scan())
 
     # ---- how they travel
-
-    def _named(self, keys: KeyArray, ranges: Sequence[range]) -> Iterator[tuple[int, list[str]]]:
-        """The first index and the names of every chunk."""
-        head, tails = self._head, self._tails
-        for chunk in ranges:
-            ids = keys[chunk.start : chunk.stop].tolist()
-            if len(tails) == 1:
-                tail = tails[0]
-                yield chunk.start, [f"{head}{i}{tail}" for i in ids]
-            else:
-                yield chunk.start, [f"{head}{i}{tail}" for i in ids for tail in tails]
 
     def _in_chunks(self, n: int, work: Callable[[Connection, Sequence[range]], None]) -> None:
         """work(connection, ranges) for ranges that cover 0 .. n, over all connections."""
@@ -180,36 +159,11 @@ class RedisStore(Store):
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def _check_sizes(self, names: list[str], values: list[bytes | None]) -> None:
-        for k, size in enumerate(self._sizes):
-            column = values[k :: len(self._sizes)]
-            if {len(v) for v in column if v is not None} - {size}:
-                wrong = next(i for i, v in enumerate(column) if v is not None and len(v) != size)
-                name = names[wrong * len(self._sizes) + k]
-                length = len(column[wrong] or b"")
-                raise RuntimeError(
-                    f"{self._options.where}: {name} should have {size} bytes but has: {length}"
-                )
-
 
 def _with_ranges(
     work: Callable[[Connection, Sequence[range]], None], ranges: Sequence[range]
 ) -> Callable[[Connection], None]:
     return lambda connection: work(connection, ranges)
-
-
-def _all_present(values: list[bytes | None], width: int) -> FoundArray:
-    present = np.fromiter((v is not None for v in values), bool, len(values))
-    return np.logical_and.reduce(present.reshape(-1, width), axis=1)  # type: ignore[no-any-return]
-
-
-def _split_rows(rows: RowArray, sizes: Sequence[int]) -> list[bytes]:
-    """The tensors of every row, row after row."""
-    flat, width = rows.tobytes(), rows.shape[1]
-    if len(sizes) == 1:
-        return [flat[i : i + width] for i in range(0, len(flat), width)]
-    bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-    return [flat[i + a : i + b] for i in range(0, len(flat), width) for a, b in bounds]
 
 
 def _glob_escape(text: str) -> str:

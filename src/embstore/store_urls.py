@@ -9,14 +9,15 @@ TYPE://…                   what a plug-in of that type makes of it
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from embstore import _core
+from embstore.options import TableOptions
 from embstore.plugin_store import PluginStore
 from embstore.redis_store import SCHEMES, RedisStore
-from embstore.stores import MemoryStore, SsdStore, Store
+from embstore.stores import MemoryStore, SsdStore, Store, TieredStore, row_bytes
 
 LOCAL = ("memory", "ssd")  # of one process: whoever opens the same table in it gets the same store
 
@@ -68,6 +69,41 @@ def open_store(
             f"but have: {size}"
         )
     return store
+
+
+def tiers(*urls: str, upper_rows: int) -> Callable[[TableOptions, int], Store]:
+    """What makes the stores below a table, the nearest first; each but the last keeps about `upper_rows` rows
+    and moves the oldest on. It takes the options of the table and the rank, so it is `external_storage` of
+    dynamicemb as it is.
+
+    >>> below = tiers("memory://near", "memory://far", upper_rows=1000)
+    >>> options = TableOptions(name="user", dim=4)
+    >>> below(options, 0)
+    <memory store over memory store: 0 rows of 16 bytes>
+
+    An upper SSD tier begins empty: what outlives the process is what `flush` has moved to the last one.
+    """
+    if not urls:
+        raise ValueError("urls should name at least one store but there is none")
+    schemes = [_split(url)[0] for url in urls]
+
+    def make(options: TableOptions, rank: int) -> Store:
+        size = row_bytes(options.dim, options.optimizer, options.dtype)
+        name = options.name if schemes[-1] not in LOCAL else f"{options.name}-{rank}"
+        store = open_store(urls[-1], table=name, tensor_bytes=[size], layout="packed")
+        for url, scheme in reversed(list(zip(urls[:-1], schemes[:-1]))):
+            store = TieredStore(_upper(url, scheme, f"{options.name}-{rank}", size), store, upper_rows)
+        return store
+
+    return make
+
+
+def _upper(url: str, scheme: str, table: str, size: int) -> Store:
+    if scheme == "memory":
+        return MemoryStore(size)
+    if scheme == "ssd":
+        return SsdStore(Path(unquote(_split(url)[1])) / quote(table, safe=""), size)
+    raise ValueError(f"an upper tier should be memory:// or ssd:// but is: {scheme}://")
 
 
 class _SavedSsdStore(SsdStore):

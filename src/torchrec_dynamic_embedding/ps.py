@@ -27,7 +27,7 @@ from embstore.stores import Store
 
 DEFAULT_PS_CHUNK_SIZE = 8 * 1024 * 1024
 MOST_ROWS = (
-    16384  # of one call to a store: what is moved stays in the processor's cache, and is not mapped anew
+    4096  # of one call to a store: what is moved stays in the processor's cache, and is not mapped anew
 )
 PS_CONFIG_KEYS = ("chunk_size", "seed")
 

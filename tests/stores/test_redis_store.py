@@ -11,7 +11,7 @@ import redis_server
 import embstore
 from embstore import stores
 from embstore.redis_store import RedisStore
-from embstore.store_urls import open_store
+from embstore.store_urls import open_store, tiers
 
 pytestmark = [
     pytest.mark.multirank,
@@ -219,10 +219,14 @@ def test_a_stopped_server_raises_within_the_limit_and_works_afterwards(start):
     assert store.get(keys)[2].all()
 
 
-def test_a_table_over_redis_trains_as_one_in_memory(standalone):
+@pytest.mark.parametrize("above", [(), ("ssd",), ("memory", "ssd")])
+def test_a_table_over_redis_trains_as_one_in_memory(standalone, above, tmp_path):
     optimizer = embstore.Adagrad(lr=0.5)
-    size = stores.row_bytes(4, optimizer)
-    below = open_store(f"{standalone}prefix=native", table="user", tensor_bytes=[size], layout="packed")
+    url = f"{standalone}prefix=native{len(above)}"
+    upper = {"ssd": f"ssd://{tmp_path}", "memory": "memory://near"}
+    below = tiers(*(upper[kind] for kind in above), url, upper_rows=60)(
+        embstore.TableOptions(name="user", dim=4, optimizer=optimizer), 0
+    )
     options = {"dim": 4, "optimizer": optimizer, "bucket_capacity": 16}
     small = embstore.Table("user", max_capacity=64, init_capacity=64, store=below, **options)
     large = embstore.Table("user", max_capacity=4096, **options)
@@ -242,3 +246,5 @@ def test_a_table_over_redis_trains_as_one_in_memory(standalone):
     np.testing.assert_allclose(
         np.ascontiguousarray(rows[:, :16]).view(np.float32), large.read(keys).values, rtol=1e-6
     )
+    last = open_store(url, table="user", tensor_bytes=[stores.row_bytes(4, optimizer)], layout="packed")
+    assert last.get(keys)[2].all(), "flush should reach Redis"

@@ -231,7 +231,7 @@ class Table : public std::enable_shared_from_this<Table> {
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
   // Finds the keys and brings up what is only below; the rest is kNoSlot. `slots` as above.
   void BringUp(std::span<const int64_t> keys, Slot* slots);
-  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Slot* slots) const;
+  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Slot* slots);
   void Install(std::span<const int64_t> keys, Slot* slots, std::vector<uint32_t> missing,
                const FetchedRows& below);
   // To be called for rows that were changed; threads may mark different slots together.
