@@ -136,8 +136,9 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     if (sorted.empty()) return;
     Table& table = work->request->slots->table();
     if (table.watched()) {
-      for (const Occurrence& occurrence : sorted) {
-        table.BeforeChange(static_cast<Slot>(occurrence.slot));
+      for (size_t i = 0; i < sorted.size(); ++i) {
+        if (i > 0 && sorted[i].slot == sorted[i - 1].slot) continue;
+        table.BeforeChange(static_cast<Slot>(sorted[i].slot));
       }
     }
     thread_local std::vector<float> scratch;

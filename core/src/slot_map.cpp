@@ -173,10 +173,7 @@ std::span<const KeySlot> SlotMap::Admit() {
   admitted_.reserve(count);
   constexpr size_t kAhead = 8;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) {
-      const int64_t bucket = index_.BucketOf(missing_[i + kAhead]);
-      __builtin_prefetch(index_.view().digests + bucket * kBucket, 1);
-    }
+    if (i + kAhead < count) index_.Prefetch(missing_[i + kAhead], /*entries=*/false);
     const int64_t slot = TakeLowestFree();
     InsertKey(missing_[i], Record(first_frequency_, last_time_, slot));
     index_.AddSize(1);

@@ -368,7 +368,11 @@ void Table::BeforeChange(Slot slot) {
 }
 
 void Table::BeforeChange(std::span<const Slot> slots) {
-  for (Slot slot : slots) BeforeChange(slot);
+  constexpr size_t kAhead = 16;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (snapshot_ && i + kAhead < slots.size()) snapshot_->Prefetch(slots[i + kAhead]);
+    BeforeChange(slots[i]);
+  }
 }
 
 void Table::AfterInsert(Slot slot) {

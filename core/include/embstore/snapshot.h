@@ -46,6 +46,9 @@ class Snapshot {
 
   // ---- for Table; the caller holds its lock ----
   void Preserve(Slot slot);
+  void Prefetch(Slot slot) const {
+    if (slot >= 0) __builtin_prefetch(marks_.data() + slot, 1);
+  }
   void Skip(Slot slot) { mark(slot).store(kSettled, std::memory_order_relaxed); }
   void Grow(int64_t capacity) { marks_.Grow(static_cast<size_t>(capacity)); }
   void Move(Slot from, Slot to);
