@@ -34,10 +34,12 @@ class Pace:
     """Keeps a background dump out of the way of training.
 
     The thread runs where nobody else wants to, and as usual for a small share of the time, so that a
-    machine with no idle moment finishes the dump as well. Once somebody waits for it, it hurries.
+    machine with no idle moment finishes the dump as well. It rests between pieces of work, because on an
+    idle core too it takes memory bandwidth from the others. Once somebody waits for it, it hurries.
     """
 
     SHARE = 0.05
+    REST = 2.0  # times as long as it worked
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -45,20 +47,23 @@ class Pace:
         self._idle = False
         self._mark = time.thread_time()
         self._thread = threading.get_native_id()
-        self._hurry = False
+        self._hurry = threading.Event()
+        self._work_began = self._start
 
     def __call__(self) -> None:
         """To be called by the thread itself, between small pieces of work."""
+        self._hurry.wait(self.REST * (time.monotonic() - self._work_began))
+        self._work_began = time.monotonic()
         now = time.thread_time()
         if not self._idle:
             self._spent += now - self._mark
         self._mark = now
-        if not self._hurry:
+        if not self._hurry.is_set():
             self._set(self._spent > self.SHARE * (time.monotonic() - self._start))
 
     def hurry(self) -> None:
         """May be called by any thread."""
-        self._hurry = True
+        self._hurry.set()
         self._set(False)
 
     def _set(self, idle: bool) -> None:
