@@ -2,6 +2,10 @@
 
 row        0          1          2   ...          what a static table gets
 key     scatter(0) scatter(1) scatter(2) ...      what embstore gets
+
+How frequent a row is says nothing about its number, as in a table whose rows were given out by a hash or in
+the order of a catalogue. (Rows in the order of their frequency share pages and cache lines with their like:
+a static table then ran about a fifth faster in a trial.)
 """
 
 from dataclasses import dataclass
@@ -21,9 +25,10 @@ def scatter(numbers: np.ndarray) -> torch.Tensor:
 
 
 def zipf_rows(rows: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` row numbers, row r with a probability in proportion to (r + 1) ** -1.05, exactly."""
+    """`count` row numbers; the r-th of a random order has a probability of exactly c * r ** -1.05."""
     cumulative = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT)
-    return np.searchsorted(cumulative, rng.random(count) * cumulative[-1], side="right").clip(max=rows - 1)
+    ranks = np.searchsorted(cumulative, rng.random(count) * cumulative[-1], side="right").clip(max=rows - 1)
+    return np.random.default_rng(rows).permutation(rows)[ranks]
 
 
 @dataclass(frozen=True)
