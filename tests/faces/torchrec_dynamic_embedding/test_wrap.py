@@ -9,11 +9,9 @@ import pytest
 import torch
 from faces.torchrec_dynamic_embedding import twins
 from faces.torchrec_dynamic_embedding.models import DIM, FEATURES, batches, kjt, scattered, trainer
-from torch import nn
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import DataType
-from torchrec.streamable import Pipelineable
 
 import torchrec_dynamic_embedding as tde
 from embstore import Uniform
@@ -276,40 +274,14 @@ def test_scattered_ids_are_distinct():
     assert len(np.unique(scattered(np.arange(twins.IDS)))) == twins.IDS
 
 
-class PipelineBatch(Pipelineable):
-    """What a train pipeline takes."""
-
-    def __init__(self, label, kjt_):
-        self.label, self.kjt = label, kjt_
-
-    def to(self, device, non_blocking=False):
-        return PipelineBatch(self.label.to(device), self.kjt.to(device))
-
-    def record_stream(self, stream):
-        pass
-
-
-class LossOfBatch(nn.Module):
-    """A model as a train pipeline wants it: (loss, output) of a batch."""
-
-    def __init__(self, trained):
-        super().__init__()
-        self.trained = trained
-
-    def forward(self, batch):
-        out = self.trained(batch.kjt)[:, 0]
-        return nn.functional.mse_loss(out, batch.label), out
-
-
 @pytest.mark.parametrize("num_prefetch", [0, 2])
 def test_a_train_pipeline_that_would_hold_several_batches_is_refused(num_prefetch):
     """It asks for two more batches before it trains one; rows of the first might be replaced by then."""
     data = twins.loader_of(batches(6, 300))
     ours, loader = wrapped(data, num_prefetch=num_prefetch)
-    pipeline = TrainPipelineSparseDist(LossOfBatch(ours.model), ours.optimizer, torch.device("cpu"))
-    feed = (PipelineBatch(*batch) for batch in loader)
+    pipeline = TrainPipelineSparseDist(ours.model, ours.optimizer, torch.device("cpu"))
+    feed = (ids for _, ids in loader)
     with pytest.raises(RuntimeError, match="plain loop.*PipelinedForward.*num_prefetch"):
-        for _ in data:
-            pipeline.progress(feed)
+        pipeline.progress(feed)
     pipeline.detach()
     assert len(twins.train(ours, loader)) == 6, "without the pipeline it works"
