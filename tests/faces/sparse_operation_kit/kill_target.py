@@ -25,6 +25,8 @@ def main(folder):
     wrapper = sok.OptimizerWrapper(tf.keras.optimizers.SGD(1.0, momentum=1.0))
     if folder.exists():
         sok.load(folder, [dynamic, static], wrapper)
+    else:
+        sok.assign(dynamic, tf.range(ROWS, dtype=tf.int64), tf.zeros((ROWS, DIM)))
     ones = tf.IndexedSlices(tf.ones((ROWS, DIM)), tf.range(ROWS, dtype=tf.int64))
     while True:
         wrapper.apply_gradients([(ones, dynamic), (ones, static)])
