@@ -75,3 +75,13 @@ class RedisServer:
     def cli(self, *arguments):
         command = ["redis-cli", "-p", str(self.port), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+
+def form_cluster(nodes):
+    """Makes running servers with `--cluster-enabled yes` one cluster of masters."""
+    create = ["redis-cli", "--cluster", "create", *(node.where for node in nodes), "--cluster-replicas", "0"]
+    subprocess.run([*create, "--cluster-yes"], check=True, capture_output=True, timeout=60)
+    deadline = time.monotonic() + 30
+    while not all("cluster_state:ok" in node.cli("cluster", "info") for node in nodes):
+        assert time.monotonic() < deadline, "the cluster did not form"
+        time.sleep(0.1)

@@ -23,9 +23,19 @@ void AppendLength(std::string& text, char kind, int64_t length) {
   text += kEnd;
 }
 
+// Shows printable characters alone: a message has to be text.
 [[noreturn]] void ThrowUnexpected(std::string_view bytes) {
-  throw InvalidState("the answer should be rows but begins with: " +
-                     std::string(bytes.substr(0, bytes.find('\r')).substr(0, 40)));
+  std::string message = "the answer should be rows but begins with: ";
+  for (const char byte : bytes.substr(0, bytes.find('\r')).substr(0, 40)) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    const auto code = static_cast<unsigned char>(byte);
+    if (code >= ' ' && code <= '~') {
+      message += byte;
+    } else {
+      message += {'\\', 'x', kDigits[code / 16], kDigits[code % 16]};
+    }
+  }
+  throw InvalidState(message);
 }
 
 // The number of a line such as "$-1", and `bytes` moved behind it; false while it is incomplete.
@@ -110,7 +120,7 @@ bool RedisRows::TakeHeader(std::string_view& bytes, const Expected& expected) {
   if (bytes[0] == '-' || !expected.is_rows) {
     const size_t end = bytes.find(kEnd);
     if (end == std::string_view::npos) return false;
-    if (bytes[0] == '-') {
+    if (bytes[0] == '-' && end > 1) {
       error_ = bytes.substr(1, end - 1);
     } else if (bytes[0] != '+') {
       ThrowUnexpected(bytes);

@@ -143,6 +143,7 @@ class DataLoaderIter:
         data_info: Mapping[int, str] | None,
         num_prefetch: int,
     ) -> None:
+        self._group = group
         self._flight = group.windows.in_flight
         self._handed_out: list[int] = []
         self._ended = False
@@ -170,6 +171,7 @@ class DataLoaderIter:
         if self._ended:
             raise StopIteration
         try:
+            self._group.check_no_train_pipeline()
             ready = self._prepare()
             if ready.error is not None:
                 raise ready.error

@@ -45,6 +45,7 @@ class IDTransformerGroup:
     ) -> None:
         peers, self._save_peers = Peers(), Peers()
         self.collections: dict[str, IDTransformerCollection] = {}
+        self._sharded: list[Any] = []
         error: BaseException | None = None
         try:
             modules = sharded_modules(module)
@@ -55,6 +56,7 @@ class IDTransformerGroup:
                         f"but has: {path!r}"
                     )
                 child, plan = modules[path]
+                self._sharded.append(child)
                 names = [config.name for config in configs]
                 if unknown := sorted(set(names) - set(plan)):
                     raise ValueError(f"the tables of {path!r} should be of {sorted(plan)} but are: {unknown}")
@@ -73,6 +75,17 @@ class IDTransformerGroup:
 
     def __contains__(self, path: str) -> bool:
         return path in self.collections
+
+    def check_no_train_pipeline(self) -> None:
+        """A train pipeline of TorchRec replaces `forward` of what it prepares batches ahead for."""
+        for child in self._sharded:
+            kind = type(vars(child).get("forward"))
+            if kind.__module__.startswith("torchrec.distributed.train_pipeline"):
+                raise RuntimeError(
+                    "a wrapped loader should be read by a plain loop, one batch at a time, but the model is "
+                    f"in a train pipeline ({kind.__name__}), which asks for batches before it has trained "
+                    "the last ones; num_prefetch prepares batches ahead"
+                )
 
     def ids(self, kjts: Mapping[str, KeyedJaggedTensor]) -> list[Ids]:
         """The ids of all tables of all collections; a collection without a batch has none."""

@@ -73,12 +73,7 @@ def encrypted(start, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(start):
     nodes = [start("--cluster-enabled", "yes", "--cluster-node-timeout", "2000").start() for _ in range(3)]
-    create = ["redis-cli", "--cluster", "create", *(node.where for node in nodes), "--cluster-replicas", "0"]
-    subprocess.run([*create, "--cluster-yes"], check=True, capture_output=True, timeout=60)
-    deadline = time.monotonic() + 30
-    while not all("cluster_state:ok" in node.cli("cluster", "info") for node in nodes):
-        assert time.monotonic() < deadline, "the cluster did not form"
-        time.sleep(0.1)
+    redis_server.form_cluster(nodes)
     return f"redis://{nodes[0].where},{nodes[1].where}/?cluster=1&"
 
 

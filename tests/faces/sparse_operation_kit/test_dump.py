@@ -50,6 +50,31 @@ def test_the_bytes_are_those_of_the_original(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        ("SGD", []),
+        ("Adagrad", ["accumulator"]),
+        ("Adam", ["m", "v"]),
+        ("Adamax", ["m", "v"]),
+        ("Adadelta", ["accum_grad", "accum_var"]),
+        ("Ftrl", ["accumulator", "linear"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["static", "hybrid"])
+def test_every_state_has_its_file_and_its_header(tmp_path, kind, optimizer, states):
+    variable, wrapper = trained(getattr(tf.keras.optimizers, optimizer)(0.5), kind=kind)
+    sok.dump(tmp_path / "w", variable, wrapper)
+    names = {path.name for path in (tmp_path / "w").glob(f"user_0-{optimizer}-*")}
+    assert names == {f"user_0-{optimizer}-{state}" for state in states}
+    for state in states:
+        data = (tmp_path / "w" / f"user_0-{optimizer}-{state}").read_bytes()
+        assert data[:296] == BLANK_256 + b"\0\0\0\2" + state.encode().rjust(32) + b"\0\0\0\5"
+        found = wrapper.get_slot(variable, state)
+        found = found if kind == "static" else sok.export(found)[1]
+        assert data[296:] == np.asarray(found, "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
     ("kind", "mode", "code", "dtype"),
     [("static", None, 1, "<i8"), ("static", "localized:0", 3, "<u8"), ("hbm", None, 0, "<i4")],
 )

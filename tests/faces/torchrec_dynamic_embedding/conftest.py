@@ -25,3 +25,16 @@ def redis(tmp_path_factory):
         yield server.start()
     finally:
         server.stop()
+
+
+@pytest.fixture
+def server(tmp_path):
+    servers = []
+
+    def start(*options):
+        servers.append(redis_server.RedisServer(tmp_path / f"redis{len(servers)}", *options))
+        return servers[-1].start()
+
+    yield start
+    for one in servers:
+        one.stop()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import redis_server
 from faces.torchrec_dynamic_embedding import twins
-from faces.torchrec_dynamic_embedding.models import batches, fill, kjt, scattered, trainer
+from faces.torchrec_dynamic_embedding.models import scattered, trainer
 
 import torchrec_dynamic_embedding as tde
 
@@ -18,55 +18,6 @@ pytestmark = [
 ]
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 QUICK = "timeout=300ms&retry_limit=2"
-
-
-@pytest.fixture
-def server(tmp_path):
-    servers = []
-
-    def start(*options):
-        servers.append(redis_server.RedisServer(tmp_path / f"redis{len(servers)}", *options))
-        return servers[-1].start()
-
-    yield start
-    for one in servers:
-        one.stop()
-
-
-class Run:
-    """A wrapped model and its twin, fed step by step."""
-
-    def __init__(self, url, num_prefetch=2, steps=30):
-        data = batches(steps, twins.IDS, seed=4)
-        self.data = data
-        self.twin = trainer(twins.IDS)
-        fill(self.twin, twins.IDS)
-        self.ours = trainer(twins.WINDOW)
-        self.loader = tde.wrap(
-            url, _Remaining(self), self.ours.model, {"emb": self.ours.configs}, num_prefetch=num_prefetch
-        )
-        self.done = 0
-
-    def train(self, until):
-        """Trains both up to this step and compares the losses."""
-        iterator = iter(self.loader)
-        while self.done < until:
-            label, slots = next(iterator)
-            numbers, lengths = self.data[self.done][1:]
-            loss = self.ours.step(slots, label)
-            expected = self.twin.step(kjt(numbers, lengths, of=lambda n: n), label)
-            self.done += 1
-            np.testing.assert_allclose(loss, expected, rtol=1e-5, err_msg=f"step {self.done}")
-
-
-class _Remaining:
-    """The batches that were not trained yet."""
-
-    def __init__(self, run):
-        self._run = run
-
-    def __iter__(self):
-        return iter(twins.loader_of(self._run.data[self._run.done :]))
 
 
 def raises_in_time(run, error, seconds, match=None):
@@ -80,7 +31,7 @@ def raises_in_time(run, error, seconds, match=None):
 @pytest.mark.parametrize("num_prefetch", [0, 3])
 def test_a_server_that_is_killed_raises_and_training_goes_on_once_it_is_back(server, num_prefetch):
     redis = server(*DURABLE)
-    run = Run(f"redis://{redis.where}/?prefix=k&{QUICK}", num_prefetch)
+    run = twins.Run(f"redis://{redis.where}/?prefix=k&{QUICK}", num_prefetch)
     run.train(6)
     redis.kill()
     text = raises_in_time(run, ConnectionError, 30)
@@ -95,7 +46,7 @@ def test_a_server_that_is_killed_raises_and_training_goes_on_once_it_is_back(ser
 
 def test_a_server_that_is_restarted_within_the_limit_is_not_noticed(server):
     redis = server(*DURABLE)
-    run = Run(f"redis://{redis.where}/?prefix=r&timeout=5s&retry_limit=4")
+    run = twins.Run(f"redis://{redis.where}/?prefix=r&timeout=5s&retry_limit=4")
     run.train(6)
     redis.kill()
     back = threading.Timer(0.5, redis.start)
@@ -108,7 +59,7 @@ def test_a_server_that_is_restarted_within_the_limit_is_not_noticed(server):
 
 def test_a_server_that_hangs_raises_after_the_timeout_and_is_used_again_when_it_answers(server):
     redis = server()
-    run = Run(f"redis://{redis.where}/?prefix=h&{QUICK}")
+    run = twins.Run(f"redis://{redis.where}/?prefix=h&{QUICK}")
     run.train(6)
     redis.signal(signal.SIGSTOP)
     raises_in_time(run, ConnectionError, 30)
@@ -120,7 +71,7 @@ def test_a_server_that_hangs_raises_after_the_timeout_and_is_used_again_when_it_
 
 def test_a_full_server_raises_and_loses_nothing(server):
     redis = server("--maxmemory-policy", "noeviction")
-    run = Run(f"redis://{redis.where}/?prefix=m&{QUICK}")
+    run = twins.Run(f"redis://{redis.where}/?prefix=m&{QUICK}")
     run.train(6)
     redis.cli("config", "set", "maxmemory", "1mb")
     raises_in_time(run, RuntimeError, 30, match="is full")
@@ -134,7 +85,7 @@ def test_a_full_server_raises_and_loses_nothing(server):
 @pytest.mark.parametrize(("damage", "text"), [("short", "should have .* bytes but has: 3"), ("list", "list")])
 def test_a_value_of_the_wrong_kind_is_refused_with_its_key(server, layout, damage, text):
     redis = server()
-    run = Run(f"redis://{redis.where}/?prefix=w&layout={layout}&{QUICK}", num_prefetch=0)
+    run = twins.Run(f"redis://{redis.where}/?prefix=w&layout={layout}&{QUICK}", num_prefetch=0)
     name = f"w_table_emb.item_gid_{scattered(np.array([1]))[0]}_cid_0" + "_osid_1" * (layout == "compatible")
     other = name.replace("_osid_1", "_osid_0")
     if layout == "compatible":

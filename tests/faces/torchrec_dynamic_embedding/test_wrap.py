@@ -10,6 +10,7 @@ import torch
 from faces.torchrec_dynamic_embedding import twins
 from faces.torchrec_dynamic_embedding.models import DIM, FEATURES, batches, kjt, scattered, trainer
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dynamic_embedding as tde
@@ -271,3 +272,16 @@ def test_save_and_a_second_wrap_refuse_the_wrong_module():
 
 def test_scattered_ids_are_distinct():
     assert len(np.unique(scattered(np.arange(twins.IDS)))) == twins.IDS
+
+
+@pytest.mark.parametrize("num_prefetch", [0, 2])
+def test_a_train_pipeline_that_would_hold_several_batches_is_refused(num_prefetch):
+    """It asks for two more batches before it trains one; rows of the first might be replaced by then."""
+    data = twins.loader_of(batches(6, 300))
+    ours, loader = wrapped(data, num_prefetch=num_prefetch)
+    pipeline = TrainPipelineSparseDist(ours.model, ours.optimizer, torch.device("cpu"))
+    feed = (ids for _, ids in loader)
+    with pytest.raises(RuntimeError, match="plain loop.*PipelinedForward.*num_prefetch"):
+        pipeline.progress(feed)
+    pipeline.detach()
+    assert len(twins.train(ours, loader)) == 6, "without the pipeline it works"

@@ -73,6 +73,42 @@ def compare_rows(url, twin, data, sharding, optimizer):
     assert checked or dist.get_world_size() > 1
 
 
+class Run:
+    """A wrapped model and its twin, fed step by step."""
+
+    def __init__(self, url, num_prefetch=2, steps=30):
+        data = batches(steps, IDS, seed=4)
+        self.data = data
+        self.twin = trainer(IDS)
+        fill(self.twin, IDS)
+        self.ours = trainer(WINDOW)
+        self.loader = tde.wrap(
+            url, _Remaining(self), self.ours.model, {"emb": self.ours.configs}, num_prefetch=num_prefetch
+        )
+        self.done = 0
+
+    def train(self, until):
+        """Trains both up to this step and compares the losses."""
+        iterator = iter(self.loader)
+        while self.done < until:
+            label, slots = next(iterator)
+            numbers, lengths = self.data[self.done][1:]
+            loss = self.ours.step(slots, label)
+            expected = self.twin.step(kjt(numbers, lengths, of=lambda n: n), label)
+            self.done += 1
+            np.testing.assert_allclose(loss, expected, rtol=1e-5, err_msg=f"step {self.done}")
+
+
+class _Remaining:
+    """The batches that were not trained yet."""
+
+    def __init__(self, run):
+        self._run = run
+
+    def __iter__(self):
+        return iter(loader_of(self._run.data[self._run.done :]))
+
+
 def start(rank=0, world=1, rendezvous=None):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)

@@ -1,0 +1,44 @@
+"""A trainer to be killed: for every line it reads a new one, which says "dump N" before it begins dump N.
+
+TensorFlow is imported once and used only by the trainers, since importing takes longer than all else here.
+Every step subtracts 1 from the velocity and adds the velocity to the row, so after n steps all velocities are
+-n and all rows -n (n + 1) / 2, exactly. A trainer goes on from the dump that the last one left.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import tensorflow as tf
+
+import sparse_operation_kit as sok
+
+ROWS, DIM = 20_000, 16
+
+
+def main(folder):
+    sok.init("single")
+    dynamic = sok.DynamicVariable(dimension=DIM, name="dynamic", initializer="zeros")
+    static = sok.Variable(tf.zeros((ROWS, DIM)), name="static")
+    wrapper = sok.OptimizerWrapper(tf.keras.optimizers.SGD(1.0, momentum=1.0))
+    if folder.exists():
+        sok.load(folder, [dynamic, static], wrapper)
+    else:
+        sok.assign(dynamic, tf.range(ROWS, dtype=tf.int64), tf.zeros((ROWS, DIM)))
+    ones = tf.IndexedSlices(tf.ones((ROWS, DIM)), tf.range(ROWS, dtype=tf.int64))
+    while True:
+        wrapper.apply_gradients([(ones, dynamic), (ones, static)])
+        print("dump", int(wrapper.iterations), flush=True)
+        sok.dump(folder, [dynamic, static], wrapper)
+
+
+if __name__ == "__main__":
+    for _ in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            print(os.getpid(), flush=True)
+            main(Path(sys.argv[1]))
+        os.waitpid(child, 0)
+        print("gone", flush=True)
