@@ -243,6 +243,23 @@ void BindTable(nb::module_& m) {
             table.RestoreChanges(Keys(changed, n), Keys(removed, m));
           },
           Unlocked())
+      .def("admission_counters",
+           [](const Table& table) {
+             std::vector<uint16_t> counters;
+             {
+               nb::gil_scoped_release unlocked;
+               counters = table.AdmissionCounters();
+             }
+             const size_t n = counters.size();
+             return ToNumpy(std::move(counters), n);
+           })
+      .def(
+          "restore_admission_counters",
+          [](Table& table, uintptr_t counters, int64_t n) {
+            return table.RestoreAdmissionCounters(
+                {Address<const uint16_t>(counters), static_cast<size_t>(n)});
+          },
+          Unlocked())
       .def("drain_evictions",
            [](Table& table) {
              RowBlock block;

@@ -92,4 +92,25 @@ void AdmissionFilter::Forget(int64_t key) {
   if (const int at = Find(bucket, Fingerprint(hash)); at >= 0) bucket[at] = 0;
 }
 
+std::vector<uint16_t> AdmissionFilter::Save() const {
+  std::vector<uint16_t> saved;
+  saved.reserve(entries_.size() + 1);
+  saved.push_back(static_cast<uint16_t>(threshold_));
+  saved.insert(saved.end(), entries_.begin(), entries_.end());
+  return saved;
+}
+
+bool AdmissionFilter::Restore(std::span<const uint16_t> saved) {
+  const size_t size = saved.empty() ? 0 : saved.size() - 1;
+  if (size < kFirstBuckets * kEntriesPerBucket || !std::has_single_bit(size)) {
+    throw InvalidArgument(
+        "counters should be a threshold and a power of two of entries (at least " +
+        std::to_string(kFirstBuckets * kEntriesPerBucket) +
+        ") but have this length: " + std::to_string(saved.size()));
+  }
+  if (saved[0] != threshold_) return false;
+  entries_.assign(saved.begin() + 1, saved.end());
+  return true;
+}
+
 }  // namespace embstore

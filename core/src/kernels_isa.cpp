@@ -378,26 +378,28 @@ EMBSTORE_INLINE void UpdateRow(const Rule& rule, const Conditioning& conditionin
     return v;
   };
   const auto decay = [&](F8 w) { return kDecay ? decoupled * w : F8{}; };
-  if constexpr (Rule::kRowwise) {
+  const auto mean_square = [&] {
     const float squares = SumColumns(dim, [&](auto block) {
       const F8 v = gradient(block, kDecay ? block.Load8(weights) : F8{});
       return v * v;
     });
-    const float factor = rule.Begin(squares / static_cast<float>(dim), state);
-    ForBlocks(0, dim, [&](auto block) {
-      const F8 w = block.Load8(weights);
-      block.Store8(rule.Update(gradient(block, w), w, decay(w), factor), weights);
-    });
-  } else {
-    constexpr size_t kCount = Rule::kStates.size();
-    ForBlocks(0, dim, [&](auto block) {
-      F8 s[kCount + 1];  // an array of 0 is not C++
-      for (size_t k = 0; k < kCount; ++k) s[k] = block.Load8(state + k * dim);
-      const F8 w = block.Load8(weights);
-      block.Store8(rule.Update(gradient(block, w), w, decay(w), s), weights);
-      for (size_t k = 0; k < kCount; ++k) block.Store8(s[k], state + k * dim);
-    });
-  }
+    return squares / static_cast<float>(dim);
+  };
+  constexpr size_t kCount = kColumnStates<Rule>;
+  const auto& columns = [&]() -> decltype(auto) {
+    if constexpr (Rule::kRowwise) {
+      return rule.Begin(mean_square, dim, state + kCount * dim);
+    } else {
+      return (rule);
+    }
+  }();
+  ForBlocks(0, dim, [&](auto block) {
+    F8 s[kCount + 1];  // an array of 0 is not C++
+    for (size_t k = 0; k < kCount; ++k) s[k] = block.Load8(state + k * dim);
+    const F8 w = block.Load8(weights);
+    block.Store8(columns.Update(gradient(block, w), w, decay(w), s), weights);
+    for (size_t k = 0; k < kCount; ++k) block.Store8(s[k], state + k * dim);
+  });
 }
 
 template <class Rule, class T, bool kDecay>
@@ -433,8 +435,7 @@ void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
 
 template <class Rule>
 int64_t RowBytes(const RowsView& rows) {
-  int64_t width = 0;
-  for (size_t k = 0; k < Rule::kStates.size(); ++k) width += Rule::kRowwise ? 1 : rows.dim;
+  const int64_t width = WidthOfStates<Rule>(rows.dim);
   const int64_t vector_bytes = rows.dim * static_cast<int64_t>(SizeOf(rows.dtype));
   return width ? rows.state_offset_bytes + width * static_cast<int64_t>(sizeof(float))
                : vector_bytes;

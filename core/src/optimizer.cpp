@@ -58,8 +58,8 @@ std::vector<StateSpec> States(const OptimizerOptions& options, int64_t dim) {
   return VisitRule(options.kind, [&](auto* rule) {
     using Rule = std::remove_pointer_t<decltype(rule)>;
     std::vector<StateSpec> states;
-    for (const RowState& state : Rule::kStates) {
-      states.push_back({state.name, state.rowwise ? 1 : dim});
+    for (size_t i = 0; i < Rule::kStates.size(); ++i) {
+      states.push_back({Rule::kStates[i], WidthOfState<Rule>(i, dim)});
     }
     return states;
   });
@@ -67,10 +67,7 @@ std::vector<StateSpec> States(const OptimizerOptions& options, int64_t dim) {
 
 int64_t StateWidth(const OptimizerOptions& options, int64_t dim) {
   return VisitRule(options.kind, [&](auto* rule) {
-    using Rule = std::remove_pointer_t<decltype(rule)>;
-    int64_t width = 0;
-    for (const RowState& state : Rule::kStates) width += state.rowwise ? 1 : dim;
-    return width;
+    return WidthOfStates<std::remove_pointer_t<decltype(rule)>>(dim);
   });
 }
 
@@ -78,8 +75,7 @@ void InitState(const OptimizerOptions& options, int64_t dim, float* state) {
   VisitRule(options.kind, [&](auto* rule) {
     using Rule = std::remove_pointer_t<decltype(rule)>;
     for (size_t i = 0; i < Rule::kStates.size(); ++i) {
-      const int64_t width = Rule::kStates[i].rowwise ? 1 : dim;
-      state = std::fill_n(state, width, Rule::FirstValue(options, i));
+      state = std::fill_n(state, WidthOfState<Rule>(i, dim), Rule::FirstValue(options, i));
     }
   });
 }
@@ -104,6 +100,7 @@ void Validate(const OptimizerOptions& options, const StepOptions& step) {
   CheckArgument(step.step >= 1, "step", "at least 1", step.step);
   switch (kind) {
     case OptimizerKind::kAdam:
+    case OptimizerKind::kSmartDecayAdam:
     case OptimizerKind::kAdamax:
       CheckDecayRate("beta1", step.beta1);
       CheckDecayRate("beta2", step.beta2);

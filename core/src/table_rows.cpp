@@ -424,6 +424,18 @@ void ChangeSet::Remove(int64_t key) {
   compact_at_ = std::max(compact_at_, 2 * removed_.size());
 }
 
+std::vector<uint16_t> Table::AdmissionCounters() const {
+  std::shared_lock guard(lock_);
+  RequireOpen();
+  return admission_ ? admission_->Save() : std::vector<uint16_t>();
+}
+
+bool Table::RestoreAdmissionCounters(std::span<const uint16_t> counters) {
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  return admission_ && admission_->Restore(counters);
+}
+
 RowBlock Table::DrainEvictions() {
   std::unique_lock guard(lock_);
   RequireOpen();

@@ -1,6 +1,7 @@
 #include "embstore/admission.h"
 
 #include <cstdint>
+#include <vector>
 
 #include "check.h"
 #include "embstore/types.h"
@@ -54,6 +55,31 @@ TEST(Keys that are seen once do not drive out those that are seen often) {
   int64_t admitted = 0;
   for (int64_t key = 0; key < 50; ++key) admitted += filter.IsAdmitted(key);
   CHECK_EQ(admitted >= 45, true);
+}
+
+TEST(Counts that were saved go on in another filter of the same threshold) {
+  AdmissionFilter filter(3), other(3), higher(4);
+  filter.Reserve(5000);
+  for (int64_t key = 0; key < 1000; ++key) {
+    for (int64_t i = 0; i < key % 3; ++i) filter.Count(key);
+  }
+  const std::vector<uint16_t> saved = filter.Save();
+  CHECK(other.Restore(saved));
+  CHECK(other.Save() == saved);
+  CHECK_EQ(other.bytes(), filter.bytes());
+  for (int64_t key = 0; key < 1000; ++key) {
+    filter.Count(key);
+    other.Count(key);
+    CHECK_EQ(other.IsAdmitted(key), filter.IsAdmitted(key));
+  }
+  const std::vector<uint16_t> empty = higher.Save();
+  CHECK(!higher.Restore(saved));
+  CHECK(higher.Save() == empty);
+  CHECK_THROWS(embstore::InvalidArgument, "have this length: 0", other.Restore({}));
+  CHECK_THROWS(embstore::InvalidArgument, "have this length: 1026",
+               other.Restore(std::vector<uint16_t>(1026, 3)));
+  CHECK_THROWS(embstore::InvalidArgument, "have this length: 513",
+               other.Restore(std::vector<uint16_t>(513, 3)));
 }
 
 TEST(A threshold that does not fit is refused) {

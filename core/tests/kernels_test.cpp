@@ -365,7 +365,7 @@ TEST(Update sums duplicates first and moves only touched rows once) {
 }
 
 TEST(Update gives the same bits on all instruction sets with state behind any element type) {
-  for (const char* name : {"momentum", "rowwise_adagrad", "adam", "ftrl"}) {
+  for (const char* name : {"momentum", "rowwise_adagrad", "adam", "smart_decay_adam", "ftrl"}) {
     const OptimizerOptions options{OptimizerFromName(name), 0.1f};
     const StepOptions step{.weight_decay = 0.01, .clip_norm = 1.0, .step = 3, .momentum = 0.9};
     for (const DType dtype : kDTypes) {

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,7 +20,8 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 // A row in double: the oracle.
 struct OracleRow {
-  std::vector<double> w, s0, s1;  // a row-wise state is s0[0]
+  std::vector<double> w, s0, s1;  // the sum of row-wise Adagrad is s0[0]
+  int64_t last_step = 0;
 };
 
 // The rules as torch.optim, Keras and OneEmbedding document them, one column at a time.
@@ -41,6 +45,8 @@ void OracleStep(const OptimizerOptions& options, const StepOptions& o, std::vect
   if (options.kind == OptimizerKind::kRowwiseAdagrad) row.s0[0] += mean_square;
 
   const double lr = o.learning_rate;
+  const auto passed = static_cast<double>(o.step - row.last_step);
+  row.last_step = o.step;
   const double bc1 = o.bias_correction ? 1 - std::pow(o.beta1, o.step) : 1;
   const double bc2 = o.bias_correction ? 1 - std::pow(o.beta2, o.step) : 1;
   for (size_t i = 0; i < dim; ++i) {
@@ -74,6 +80,15 @@ void OracleStep(const OptimizerOptions& options, const StepOptions& o, std::vect
                     : lr * (a / bc1) / (std::sqrt(b / bc2) + o.eps)) +
              decay;
         break;
+      case OptimizerKind::kSmartDecayAdam: {
+        // The steps that passed without a gradient, one by one.
+        double caught_up = 0;
+        for (double k = 1, m = a; k < passed; ++k) caught_up += m *= o.beta1;
+        a = std::pow(o.beta1, passed) * a + (1 - o.beta1) * g[i];
+        b = std::pow(o.beta2, passed) * b + (1 - o.beta2) * g[i] * g[i];
+        w -= lr * (a + caught_up) / (std::sqrt(b) + o.eps) + decay;
+        break;
+      }
       case OptimizerKind::kAdamax:
         a = o.beta1 * a + (1 - o.beta1) * g[i];
         b = std::max(o.beta2 * b, std::abs(g[i]) + (keras ? 0 : o.eps));
@@ -122,6 +137,10 @@ std::vector<Sample> Samples() {
       {"adam", {K::kAdam}, {.learning_rate = 0.01}},
       {"adam, uncorrected", {K::kAdam}, {.learning_rate = 0.01, .bias_correction = false}},
       {"adam, large eps", {K::kAdam}, {.learning_rate = 0.01, .eps = 0.1}},
+      {"smart decay adam", {K::kSmartDecayAdam}, {.learning_rate = 0.01, .eps = 1e-3}},
+      {"smart decay adam, no beta1",
+       {K::kSmartDecayAdam},
+       {.learning_rate = 0.01, .eps = 1e-3, .beta1 = 0.0, .beta2 = 0.5}},
       {"adamax", {K::kAdamax}, {.learning_rate = 0.01}},
       {"adamax, large eps", {K::kAdamax}, {.learning_rate = 0.01, .eps = 0.1}},
       {"adadelta", {K::kAdadelta}, {.learning_rate = 1.0, .eps = 1e-6}},
@@ -158,8 +177,12 @@ double Noise(uint64_t i) {
   return static_cast<double>(static_cast<int64_t>(i ^ (i >> 27)) >> 11) * 0x1p-52;
 }
 
-// Runs a row for `steps` steps; the row lies as [embedding | state] at slot 1 of 3.
-std::vector<float> RunEngine(const Kernels& kernels, const Sample& sample, int64_t dim, int steps) {
+// The steps in which the row has a gradient.
+constexpr int64_t kSteps[] = {1, 2, 3, 7, 8, 20};
+
+// Runs a row for the first of them; the row lies as [embedding | state] at slot 1 of 3.
+std::vector<float> RunEngine(const Kernels& kernels, const Sample& sample, int64_t dim,
+                             std::span<const int64_t> steps) {
   const int64_t width = dim + StateWidth(sample.options, dim);
   std::vector<float> rows(3 * width, 77.0f), g(dim), scratch(dim);
   for (int64_t i = 0; i < dim; ++i) rows[width + i] = static_cast<float>(Noise(i));
@@ -167,8 +190,9 @@ std::vector<float> RunEngine(const Kernels& kernels, const Sample& sample, int64
   const RowsView view{reinterpret_cast<std::byte*>(rows.data()), width * 4, dim, DType::kFloat32,
                       dim * 4};
   StepOptions step = sample.step;
-  for (step.step = 1; step.step <= steps; ++step.step) {
-    for (int64_t i = 0; i < dim; ++i) g[i] = static_cast<float>(Noise(1000 * step.step + i));
+  for (size_t n = 0; n < steps.size(); ++n) {
+    step.step = steps[n];
+    for (int64_t i = 0; i < dim; ++i) g[i] = static_cast<float>(Noise(1000 * (n + 1) + i));
     const Occurrence occurrence{1, 0};
     kernels.update(view, sample.options, step, &occurrence, 1, {.base = g.data(), .stride = dim},
                    scratch.data());
@@ -178,6 +202,13 @@ std::vector<float> RunEngine(const Kernels& kernels, const Sample& sample, int64
     CHECK_EQ(rows[2 * width + i], 77.0f);
   }
   return {rows.begin() + width, rows.begin() + 2 * width};
+}
+
+// Of a row of SmartDecayAdam.
+int64_t LastStep(std::span<const float> row) {
+  int64_t step;
+  std::memcpy(&step, row.data() + row.size() - 2, sizeof(step));
+  return step;
 }
 
 TEST(Every optimizer equals its rule in double to float32 rounding) {
@@ -191,18 +222,22 @@ TEST(Every optimizer equals its rule in double to float32 rounding) {
       for (int64_t i = 0; i < dim; ++i) row.w.push_back(static_cast<float>(Noise(i)));
       if (states.size() > 0) row.s0.assign(states[0].width, first[0]);
       if (states.size() > 1) row.s1.assign(states[1].width, first[dim]);
-      constexpr int kSteps = 6;
       StepOptions step = sample.step;
-      for (step.step = 1; step.step <= kSteps; ++step.step) {
+      for (size_t n = 0; n < std::size(kSteps); ++n) {
+        step.step = kSteps[n];
         std::vector<double> g(dim);
-        for (int64_t i = 0; i < dim; ++i) g[i] = static_cast<float>(Noise(1000 * step.step + i));
+        for (int64_t i = 0; i < dim; ++i) g[i] = static_cast<float>(Noise(1000 * (n + 1) + i));
         OracleStep(sample.options, step, g, row);
       }
       std::vector<double> expected = row.w;
       expected.insert(expected.end(), row.s0.begin(), row.s0.end());
       expected.insert(expected.end(), row.s1.begin(), row.s1.end());
       for (const Kernels* kernels : AvailableKernels()) {
-        const std::vector<float> actual = RunEngine(*kernels, sample, dim, kSteps);
+        std::vector<float> actual = RunEngine(*kernels, sample, dim, kSteps);
+        if (sample.options.kind == OptimizerKind::kSmartDecayAdam) {
+          CHECK_EQ(LastStep(actual), kSteps[std::size(kSteps) - 1]);
+          actual.resize(3 * dim);
+        }
         CHECK_EQ(actual.size(), expected.size());
         const int before = check::Failures();
         for (size_t i = 0; i < actual.size(); ++i) {
@@ -219,9 +254,9 @@ TEST(Every optimizer equals its rule in double to float32 rounding) {
 TEST(All instruction sets give the same bits for every optimizer) {
   for (const Sample& sample : Samples()) {
     for (const int64_t dim : {1, 7, 32, 97, 1023}) {
-      const std::vector<float> plain = RunEngine(*AvailableKernels().back(), sample, dim, 3);
+      const std::vector<float> plain = RunEngine(*AvailableKernels().back(), sample, dim, kSteps);
       for (const Kernels* kernels : AvailableKernels()) {
-        CHECK(RunEngine(*kernels, sample, dim, 3) == plain);
+        CHECK(RunEngine(*kernels, sample, dim, kSteps) == plain);
       }
     }
   }
@@ -252,6 +287,26 @@ TEST(A Ftrl row that has only met zeros stays finite) {
   }
 }
 
+TEST(A row of SmartDecayAdam knows how many steps passed however many there were before) {
+  const Sample sample{"", {OptimizerKind::kSmartDecayAdam}, {.learning_rate = 0.1}};
+  constexpr int64_t kLate = int64_t{1} << 40;
+  for (const int64_t dim : {1, 2, 7, 8}) {
+    const auto same = [&](std::vector<int64_t> steps, std::vector<int64_t> others) {
+      std::vector<float> a = RunEngine(*AvailableKernels().front(), sample, dim, steps);
+      std::vector<float> b = RunEngine(*AvailableKernels().front(), sample, dim, others);
+      CHECK_EQ(LastStep(a), steps.back());
+      a.resize(a.size() - 2);
+      b.resize(b.size() - 2);
+      return a == b;
+    };
+    CHECK(same({kLate + 1, kLate + 2, kLate + 5}, {1, 2, 5}));
+    CHECK(!same({1, 2, 5}, {1, 2, 4}));
+    // Steps that are counted anew: the row takes each as the next one.
+    CHECK(same({5, 9, 3}, {5, 9, 10}));
+    CHECK(same({5, 9, 9}, {5, 9, 10}));
+  }
+}
+
 TEST(Names and kinds map to each other) {
 #define EMBSTORE_CHECK(kind, name)                           \
   CHECK_EQ(Name(OptimizerKind::k##kind), std::string(name)); \
@@ -273,6 +328,10 @@ TEST(States say what lies behind the embedding) {
   CHECK_EQ(StateWidth({OptimizerKind::kSgd}, 97), 0);
   CHECK_EQ(StateWidth({OptimizerKind::kRowwiseAdagrad}, 97), 1);
   CHECK_EQ(StateWidth({OptimizerKind::kFtrl}, 97), 194);
+  // The width of OneEmbedding: columns padded to eight bytes, then eight for the step.
+  CHECK_EQ(States({OptimizerKind::kSmartDecayAdam}, 7)[2].name, "last_step");
+  CHECK_EQ(StateWidth({OptimizerKind::kSmartDecayAdam}, 8), 18);
+  CHECK_EQ(StateWidth({OptimizerKind::kSmartDecayAdam}, 7), 17);
 }
 
 TEST(A new Ftrl row starts its accumulator and not its linear term) {
@@ -297,6 +356,7 @@ TEST(Wrong options are refused by name and value) {
       {K::kAdam, {.eps = -1e-8}, "eps should be at least 0 but is: -1e-08"},
       {K::kAdam, {.eps_placement = static_cast<EpsPlacement>(9)}, "kTorch or kKeras but is: 9"},
       {K::kAdam, {.beta1 = 1.0}, "beta1 should be in [0, 1) but is: 1"},
+      {K::kSmartDecayAdam, {.beta1 = 1.0}, "beta1 should be in [0, 1) but is: 1"},
       {K::kAdamax, {.beta2 = -0.1}, "beta2 should be in [0, 1) but is: -0.1"},
       {K::kAdam, {.step = 0}, "step should be at least 1 but is: 0"},
       {K::kMomentum, {.momentum = -1}, "momentum should be at least 0 but is: -1"},

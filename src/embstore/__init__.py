@@ -23,6 +23,7 @@ from embstore.optimizers import (
     Ftrl,
     Optimizer,
     RowwiseAdagrad,
+    SmartDecayAdam,
 )
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.ownership import Ownership, owner
@@ -73,6 +74,7 @@ __all__ = [
     "Rows",
     "RowwiseAdagrad",
     "ScoreStrategy",
+    "SmartDecayAdam",
     "SlotMap",
     "Stats",
     "Table",

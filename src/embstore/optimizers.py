@@ -24,6 +24,14 @@ def _check(optimizer: Optimizer, name: str, low: float, high: float, *, open_hig
         raise ValueError(f"{name} should be a finite number {bound} but is: {value!r}")
 
 
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas should be a tuple of two numbers but is: {betas!r}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{i}] should be at least 0 and below 1 but is: {beta!r}")
+
+
 class EpsPlacement(enum.IntEnum):
     """Where eps enters the denominator: torch and Keras differ, which shows at small gradients."""
 
@@ -163,11 +171,7 @@ class Adam(Optimizer):
 
     def check(self) -> None:
         _check(self, "eps", 0.0, math.inf)
-        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
-            raise ValueError(f"betas should be a tuple of two numbers but is: {self.betas!r}")
-        for i, beta in enumerate(self.betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"betas[{i}] should be at least 0 and below 1 but is: {beta!r}")
+        _check_betas(self.betas)
 
     def step_values(self) -> dict[str, Any]:
         return {
@@ -249,6 +253,32 @@ class Ftrl(Optimizer):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SmartDecayAdam(Optimizer):
+    """Adam whose averages decay, and whose rows are caught up, for the steps in which a row had no gradient.
+
+    For a row that had its last gradient k steps ago:
+
+        m' = beta1^k m + (1 - beta1) g        v' = beta2^k v + (1 - beta2) g^2        no bias correction
+        w' = w - lr (m' + c) / (sqrt(v') + eps)        c = m beta1 (1 - beta1^(k-1)) / (1 - beta1)
+
+    A row keeps the number of its last step as the bits of an int64 in the last two floats of its state, as
+    OneEmbedding does: `states[:, -2:].copy().view(np.int64)`.
+    """
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    engine_name: ClassVar[str] = "smart_decay_adam"
+
+    def check(self) -> None:
+        _check(self, "eps", 0.0, math.inf)
+        _check_betas(self.betas)
+
+    def step_values(self) -> dict[str, Any]:
+        return {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps}
+
+
 OPTIMIZERS: tuple[type[Optimizer], ...] = (
     SGD,
     Adagrad,
@@ -258,6 +288,7 @@ OPTIMIZERS: tuple[type[Optimizer], ...] = (
     Adamax,
     Adadelta,
     Ftrl,
+    SmartDecayAdam,
 )
 
 

@@ -397,6 +397,16 @@ class Table:
         """Takes what was evicted since the last call; empty unless eviction_log is set."""
         return Rows(*self._core.drain_evictions())
 
+    def admission_counters(self) -> npt.NDArray[np.uint16] | None:
+        """How often keys without a row were seen, in a form for `restore_admission_counters` alone; None
+        without an admission_threshold."""
+        return self._core.admission_counters() if self.options.admission_threshold else None
+
+    def restore_admission_counters(self, counters: npt.NDArray[np.uint16]) -> bool:
+        """Goes on counting from there. False, and nothing changes, where they are for another threshold."""
+        counters = np.ascontiguousarray(counters, np.uint16)
+        return self._core.restore_admission_counters(address(counters), len(counters))
+
     def close(self) -> None:
         """Frees the memory now, after changed rows went down to the store. Every other use but `stats` raises
         RuntimeError afterwards."""

@@ -47,9 +47,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     padding_idx          an id whose vector is 0, gets no gradient and is never stored
     seed                 of the initial values
 
-    Train it with torch.optim.SGD, Adam, Adagrad or one_embedding.Ftrl over `parameters()`. Under an
-    initialised torch.distributed each id is kept by one rank, and a batch of each rank gets the vectors of
-    all; gradients of all ranks are added up.
+    Train it with torch.optim.SGD, Adam, Adagrad, one_embedding.Ftrl or SmartDecayAdam over `parameters()`.
+    Under an initialised torch.distributed each id is kept by one rank, and a batch of each rank gets the
+    vectors of all; gradients of all ranks are added up.
     """
 
     def __init__(
@@ -110,9 +110,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def _open(self) -> embstore.Table:
         # The optimizer is known when it first steps; until then any with as much state stands for it.
-        extra = (self._row_floats - self.embedding_dim) // self.embedding_dim
-        stand_ins = (embstore.SGD(), embstore.SGD(momentum=0.9), embstore.Adam())
-        optimizer = stand_ins[min(extra, 2)]
+        stand_ins = (embstore.SmartDecayAdam(), embstore.Adam(), embstore.SGD(momentum=0.9), embstore.SGD())
+        optimizer = next(o for o in stand_ins if self._floats_for(o) <= self._row_floats)
         row_bytes = embstore.stores.row_bytes(self.embedding_dim, optimizer)
         budget = self._options.cache_budget_bytes
         store = SsdStore(
@@ -135,6 +134,10 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             store=store,
             **sizes,
         )
+
+    def _floats_for(self, optimizer: embstore.Optimizer) -> int:
+        states = optimizer.state_names(self.embedding_dim)
+        return self.embedding_dim + sum(width for _, width in states)
 
     @property
     def store(self) -> SsdStore:
@@ -286,12 +289,14 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def check_rule(self, rule: Rule) -> None:
         """Raises when rows have no room, or too much, for the state of this optimizer."""
-        states = rule.optimizer.state_names(self.embedding_dim)
-        wanted = self.embedding_dim + sum(width for _, width in states)
+        wanted = self._floats_for(rule.optimizer)
         if wanted != self._row_floats:
+            factor, rest = divmod(wanted, self.embedding_dim)
+            option, right = (
+                ("storage_dim", str(wanted)) if rest else ("size_factor", f"{factor} ({wanted} floats)")
+            )
             raise ValueError(
-                f"size_factor of embedding {self.name!r} should be {wanted // self.embedding_dim} "
-                f"(storage_dim {wanted}) for {type(rule.optimizer).__name__} "
+                f"{option} of embedding {self.name!r} should be {right} for {type(rule.optimizer).__name__} "
                 f"but its rows have {self._row_floats} floats"
             )
 

@@ -34,19 +34,12 @@ def watch(embedding: MultiTableMultiColumnEmbedding) -> None:
 
 
 class SmartDecayAdam(torch.optim.Adam):
-    """Not implemented: making one raises. Its rule, for a row that was last trained k steps before step t:
+    """Adam that makes up for the steps in which a row had no gradient: embstore.SmartDecayAdam has the rule.
 
-        m' = beta1^k m + (1 - beta1) g        v' = beta2^k v + (1 - beta2) g^2        no bias correction
-        w' = w - lr (m' + c) / (sqrt(v') + eps)        c = m beta1 (1 - beta1^(k-1)) / (1 - beta1)
-
-    The last step is one number of the row beside two of each column; the engine has rules with the one or the
-    other.
+    Rows need a storage_dim of 3 * embedding_dim + 2, and one more where embedding_dim is odd: a row keeps the
+    number of its last step. The steps are counted in the state of this optimizer, so load its state dict with
+    a snapshot. Dense parameters, which have a gradient in every step, move as with torch.optim.Adam.
     """
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        raise NotImplementedError(
-            "SmartDecayAdam is not supported; torch.optim.Adam leaves rows without a gradient as they are"
-        )
 
 
 class Ftrl(torch.optim.Optimizer):
@@ -140,9 +133,24 @@ def _sgd(group: Group, state: dict[str, Any], steps_before: int) -> Rule:
 
 
 def _adam(group: Group, state: dict[str, Any], steps_before: int) -> Rule:
+    kind = embstore.AdamW if group.get("decoupled_weight_decay") else embstore.Adam
+    return _like_adam(kind, group, state, steps_before)
+
+
+def _smart_decay_adam(group: Group, state: dict[str, Any], steps_before: int) -> Rule:
+    if group.get("decoupled_weight_decay"):
+        raise NotImplementedError("decoupled_weight_decay of SmartDecayAdam is not supported")
+    return _like_adam(embstore.SmartDecayAdam, group, state, steps_before)
+
+
+def _like_adam(
+    kind: type[embstore.Adam | embstore.SmartDecayAdam],
+    group: Group,
+    state: dict[str, Any],
+    steps_before: int,
+) -> Rule:
     if group.get("amsgrad"):
         raise NotImplementedError("amsgrad of torch.optim.Adam is not supported by one_embedding")
-    kind = embstore.AdamW if group.get("decoupled_weight_decay") else embstore.Adam
     rule = kind(
         lr=float(group["lr"]),
         betas=(float(group["betas"][0]), float(group["betas"][1])),
@@ -174,6 +182,7 @@ _RULES: dict[type, Callable[[Group, dict[str, Any], int], Rule]] = {
     torch.optim.Adam: _adam,
     torch.optim.Adagrad: _adagrad,
     Ftrl: _ftrl,
+    SmartDecayAdam: _smart_decay_adam,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,27 @@ def load_with_torch(path: str) -> dict[str, Any]:
     state = TablesState(tables, ownership=OWNERSHIP, saved_in=path)
     dcp.load({"model": dense, "tables": state}, checkpoint_id=path)
     return {"rows": rows_of(tables), "losses": train(tables, 5, 3), "dense": dense.weight.tolist()}
+
+
+def count_and_dump(path: str) -> list[int]:
+    """Keys that are met once, which is not enough for a row; returns the counters of this rank."""
+    table = make(admission_threshold=2)
+    keys = keys_of(0)
+    table.find_or_insert(keys[embstore.owner(keys, dist.get_world_size()) == dist.get_rank()])
+    embstore.dump(path, {"model": {"user": table}})
+    return _counters(table)
+
+
+def load_counters(path: str, ownership: embstore.Ownership = embstore.Ownership.ROUNDROBIN) -> dict[str, Any]:
+    table = make(admission_threshold=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        embstore.load(path, {"model": {"user": table}}, ownership=ownership)
+    told = sum("admission counters" in str(warning.message) for warning in caught)
+    return {"counters": _counters(table), "warnings": told}
+
+
+def _counters(table: embstore.Table) -> list[int]:
+    counters = table.admission_counters()
+    assert counters is not None
+    return counters.tolist()

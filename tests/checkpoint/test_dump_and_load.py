@@ -25,6 +25,7 @@ OPTIMIZERS = [
     embstore.RowwiseAdagrad(lr=0.1),
     embstore.AdamW(lr=0.1),
     embstore.Ftrl(),
+    embstore.SmartDecayAdam(lr=0.1),
 ]
 LAYOUTS = ("v1a", "v2")
 

@@ -60,6 +60,23 @@ class ShrinkingFtrl(Ftrl):
     shrinkage = 0.03
 
 
+class SmartDecayAdam(Formula):
+    """A step without a gradient decays the averages, and its move is owed until the row has one."""
+
+    def step(self):
+        g = self.weight.grad
+        if self.state is None:
+            self.state = [torch.zeros_like(g), torch.zeros_like(g), torch.zeros_like(g)]
+        m, v, owed = self.state
+        touched = g.any(1, keepdim=True)
+        with torch.no_grad():
+            m.mul_(0.8).add_(0.2 * g)
+            v.mul_(0.95).add_(0.05 * g * g)
+            owed += m
+            self.weight -= torch.where(touched, 0.02 * owed / (v.sqrt() + 1e-4), 0.0)
+            owed.masked_fill_(touched, 0.0)
+
+
 def of_torch(name, **keywords):
     return lambda weight: getattr(torch.optim, name)([weight], **keywords)
 
@@ -180,6 +197,12 @@ SAMPLES = [
         ],
     ),
     Sample(embstore.Ftrl(lr=0.1, lambda1=0.01, lambda2=0.02, beta=0.5, l2_shrinkage=0.03), ShrinkingFtrl),
+    Sample(
+        embstore.SmartDecayAdam(lr=0.02, betas=(0.8, 0.95), eps=1e-4),
+        SmartDecayAdam,
+        True,
+        [({"betas": (0.9, 1.0)}, r"betas\[1\]"), ({"betas": 0.9}, "betas"), ({"eps": NAN}, "eps")],
+    ),
 ]
 IDS = [str(i) + type(s.ours).__name__ for i, s in enumerate(SAMPLES)]
 
@@ -298,3 +321,30 @@ def test_the_learning_rate_follows_a_schedule():
     with pytest.raises(ValueError, match="lr should be .* but is: nan"):
         table.learning_rate = math.nan
     assert table.learning_rate == 0.25
+
+
+@pytest.mark.parametrize("dim", [7, 8])
+def test_a_row_of_smart_decay_adam_keeps_its_last_step_through_a_dump(tmp_path, dim):
+    keys = np.array([5, 6])
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((6, 2, dim)).astype(np.float32)
+    batches = [[0, 1], [0], [1, 1], [0], [0], [0, 1]]  # rows of a batch; key 6 rests for two steps
+
+    def train(table, batches, gradients):
+        for batch, g in zip(batches, gradients, strict=True):
+            table.apply_gradients(keys[batch], g[: len(batch)])
+
+    def make():
+        return small_table(dim, optimizer=embstore.SmartDecayAdam(lr=0.1), initializer=embstore.Normal(0, 1))
+
+    whole, first, second = make(), make(), make()
+    whole.find_or_insert(keys)
+    first.find_or_insert(keys)
+    train(whole, batches, gradients)
+    train(first, batches[:4], gradients[:4])
+    embstore.dump(tmp_path / "d", {"model": {first.name: first}}, optim=True)
+    embstore.load(tmp_path / "d", {"model": {second.name: second}}, optim=True)
+    assert second.read(keys).states[:, -2:].copy().view(np.int64).tolist() == [[4], [3]]
+    train(second, batches[4:], gradients[4:])
+    assert second.read(keys).values.tobytes() == whole.read(keys).values.tobytes()
+    assert second.read(keys).states.tobytes() == whole.read(keys).states.tobytes()

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace embstore {
@@ -27,6 +28,12 @@ class AdmissionFilter {
   void Count(int64_t key);             // up to the threshold
   bool IsAdmitted(int64_t key) const;  // it was counted `threshold` times
   void Forget(int64_t key);
+
+  // The threshold and all entries, in this order; what a dump keeps.
+  std::vector<uint16_t> Save() const;
+  // Takes the counts of Save. False, and nothing changes, when they are for another threshold.
+  // Throws InvalidArgument when they are not what Save gives.
+  bool Restore(std::span<const uint16_t> saved);
 
   int64_t bytes() const { return static_cast<int64_t>(entries_.size() * sizeof(uint16_t)); }
 

@@ -2,7 +2,7 @@
 //
 // All are lazy: only rows that have a gradient in this step move. All arithmetic is float32;
 // float16 and bfloat16 embeddings are read to float32 and rounded to nearest-even when stored.
-// State is always float32.
+// State is float32, but for counts of steps (SmartDecayAdam), whose bits lie in floats.
 //
 // To add one: a small struct in core/src/optimizers.inc and a line in EMBSTORE_OPTIMIZERS below.
 #pragma once
@@ -19,7 +19,7 @@ namespace embstore {
 
 // clang-format off
 #define EMBSTORE_OPTIMIZERS(X)                                                              \
-  /* kind            name               states, each `dim` floats wide unless "rowwise"  */ \
+  /* kind            name               states, each `dim` floats wide unless of the row  */ \
   X(Sgd,             "sgd")             /* -                                              */ \
   X(Momentum,        "momentum")        /* momentum                                       */ \
   X(Adagrad,         "adagrad")         /* sum                                            */ \
@@ -27,7 +27,8 @@ namespace embstore {
   X(Adam,            "adam")            /* exp_avg, exp_avg_sq                            */ \
   X(Adamax,          "adamax")          /* exp_avg, exp_inf                               */ \
   X(Adadelta,        "adadelta")        /* square_avg, acc_delta                          */ \
-  X(Ftrl,            "ftrl")            /* accumulator, linear                            */
+  X(Ftrl,            "ftrl")            /* accumulator, linear                            */ \
+  X(SmartDecayAdam,  "smart_decay_adam") /* exp_avg, exp_avg_sq, last_step (int64 of the row) */
 // clang-format on
 
 enum class OptimizerKind : uint8_t {
@@ -60,10 +61,11 @@ struct StepOptions {
   double clip_norm = 0.0;   // > 0: the summed gradient of a row is scaled down to this L2 norm
   double eps = 1e-8;
   EpsPlacement eps_placement = EpsPlacement::kTorch;
-  double beta1 = 0.9, beta2 = 0.999;  // Adam, Adamax
+  double beta1 = 0.9, beta2 = 0.999;  // Adam, Adamax, SmartDecayAdam
   bool bias_correction = true;        // Adam, Adamax
-  int64_t step =
-      1;  // of the table, from 1: t of the bias correction; Momentum does not damp step 1
+  // Of the table, from 1: t of the bias correction; Momentum does not damp step 1; what a row of
+  // SmartDecayAdam keeps.
+  int64_t step = 1;
   double momentum = 0.0, dampening = 0.0;
   bool nesterov = false;
   // Momentum: the state is the velocity v of Keras, v = momentum v - lr g and w += v, so a change

@@ -176,6 +176,11 @@ class Table : public std::enable_shared_from_this<Table> {
   // Puts back what was taken but could not be used.
   void RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed);
 
+  // How often keys without a row were seen: AdmissionFilter::Save and Restore. Nothing to save, and
+  // false, without an admission_threshold.
+  std::vector<uint16_t> AdmissionCounters() const;
+  bool RestoreAdmissionCounters(std::span<const uint16_t> counters);
+
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
   // What the log keeps from now on. Empties it, since its entries have one form.

@@ -7,6 +7,7 @@ tables have rows. Empty tables are filled while the checksums are taken, and emp
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
 from embstore.checkpoint.reading import Dump, DumpTable, PartReader, PartSums, Pieces, verify
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import ORIGINAL_TYPES, TableSpec
+from embstore.checkpoint.writing import admission_file
 from embstore.options import ScoreStrategy
 from embstore.ownership import Ownership, owner
 from embstore.table import Rows, Table
@@ -86,8 +88,9 @@ def load(
         raise
 
     def restore_all() -> None:
-        for stored, table in pairs:
+        for (stored, table), by in zip(pairs, owners()):
             restore_counters(stored, table, optim)
+            restore_admission(stored, table, ranks, by)
 
     ranks.agree(restore_all)
 
@@ -305,3 +308,22 @@ def restore_counters(stored: DumpTable, table: Table, optim: bool) -> None:
         return
     table.optimizer_step = int(arguments.get("iters", table.optimizer_step))
     table.learning_rate = float(arguments.get("lr", table.learning_rate))
+
+
+def restore_admission(stored: DumpTable, table: Table, ranks: Ranks, ownership: Ownership) -> None:
+    """How often keys without a row were seen. Counters know no keys, so they can not be shared out anew."""
+    if not table.options.admission_threshold or stored.manifest is None:
+        return
+    world = stored.manifest.world
+    names = [admission_file(stored.name, rank, world) for rank in range(world)]
+    if not any(name in stored.files() for name in names):
+        return
+    fits = written_alike(stored, ranks, ownership) and names[ranks.rank] in stored.files()
+    if fits and table.restore_admission_counters(np.fromfile(stored.folder / names[ranks.rank], "<u2")):
+        return
+    if ranks.rank == 0:
+        warnings.warn(
+            f"admission counters of table {stored.name!r} are not loaded: those of {stored.folder} are for "
+            "another world size, ownership or admission_threshold; keys without a row are counted anew",
+            stacklevel=2,
+        )

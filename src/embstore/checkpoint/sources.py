@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ BLOCK_BYTES = 4 << 20
 @dataclass(frozen=True)
 class Source:
     """Rows of a table that one rank writes: how many, and a reader that several threads may call until
-    it fills a buffer with no more rows. `removed` are the tombstones of an increment."""
+    it fills a buffer with no more rows. `removed` are the tombstones of an increment, `admission` the
+    counters of keys that have no row yet (Table.admission_counters), if there are any."""
 
     collection: str
     spec: TableSpec
@@ -30,6 +31,7 @@ class Source:
     end: Callable[[], None] = lambda: None
     removed: npt.NDArray[np.int64] | None = None
     ownership: Ownership = Ownership.ROUNDROBIN
+    admission: npt.NDArray[np.uint16] | None = None
 
     @property
     def name(self) -> tuple[str, str]:
@@ -41,7 +43,8 @@ def table_source(collection: str, table: Table, optim: bool, ownership: Ownershi
     read as they come, and a change in between raises."""
     if table.store is not None:
         count = sum(len(rows) for rows in table.export(with_values=False, with_states=False))
-        return block_source(collection, TableSpec.of(table), count, table.export(), ownership=ownership)
+        source = block_source(collection, TableSpec.of(table), count, table.export(), ownership=ownership)
+        return replace(source, admission=table.admission_counters())
     snapshot: list[Any] = [table.snapshot()]
 
     def read(buffer: Rows) -> int:
@@ -56,7 +59,13 @@ def table_source(collection: str, table: Table, optim: bool, ownership: Ownershi
         )
 
     return Source(
-        collection, TableSpec.of(table), snapshot[0].rows, read, snapshot.clear, ownership=ownership
+        collection,
+        TableSpec.of(table),
+        snapshot[0].rows,
+        read,
+        snapshot.clear,
+        ownership=ownership,
+        admission=table.admission_counters(),
     )
 
 

@@ -110,13 +110,14 @@ class TableSpec:
         """The contents of `{table}_opt_args.json`."""
         optimizer = self.optimizer_object()
         arguments: dict[str, Any] = {"lr": self.learning_rate}
-        if optimizer.engine_name in ("adam", "adamax"):
+        counts_steps = "betas" in self.optimizer
+        if counts_steps:
             beta1, beta2 = self.optimizer["betas"]
             arguments |= {"iters": self.optimizer_step, "beta1": beta1, "beta2": beta2}
         for name in ("eps", "initial_accumulator_value"):
             if name in self.optimizer:
                 arguments[name] = self.optimizer[name]
-        if optimizer.engine_name in ("adam", "adamax"):
+        if counts_steps:
             arguments["weight_decay"] = optimizer.weight_decay
         return arguments
 

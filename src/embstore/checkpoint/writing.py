@@ -223,6 +223,9 @@ class DumpJob:
                 found = writer.pieces
                 if source.removed is not None:
                     found |= write_removed(folder, source, sum(self._removed(i)[:rank]))
+                if source.admission is not None:
+                    name = admission_file(source.spec.name, rank, self._world)
+                    found |= {name: [write_array(folder / name, source.admission)]}
                 for file, more in found.items():
                     pieces[i].setdefault(file, []).extend(more)
         return pieces
@@ -300,6 +303,19 @@ def _size(source: Source) -> tuple[tuple[str, str], int, int | None]:
 def removed_file(name: str) -> str:
     """The tombstones of a table in an increment: int64 keys."""
     return f"{file_stem(name)}_removed"
+
+
+def admission_file(name: str, rank: int, world: int) -> str:
+    """The counters of one rank for keys of a table that have no row yet: uint16."""
+    return f"{file_stem(name)}_admission.rank_{rank}.world_size_{world}"
+
+
+def write_array(path: Path, array: npt.NDArray[Any]) -> tuple[int, int, int]:
+    """Makes a file of an array; it is the one piece of it."""
+    with open(path, "xb") as file:
+        write_at(file.fileno(), array, 0)
+        os.fsync(file.fileno())
+    return 0, array.nbytes, crc32(array)
 
 
 def write_removed(folder: Path, source: Source, first: int) -> Pieces:

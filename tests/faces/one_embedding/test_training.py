@@ -258,6 +258,99 @@ def test_a_batch_larger_than_the_cache_and_a_cache_smaller_than_the_table_are_ex
     assert torch.equal(cached.eval()(ids), whole.eval()(ids))
 
 
-def test_smart_decay_adam_says_that_it_is_not_there():
-    with pytest.raises(NotImplementedError, match="SmartDecayAdam is not supported"):
-        oe.SmartDecayAdam([torch.nn.Parameter(torch.zeros(1))])
+def smart_embedding(path, name, dim, kind="ssd"):
+    width = (3 * dim * 4 + 7) // 8 * 2 + 2  # as the original wants it
+    if kind == "ssd":
+        store = oe.make_cached_ssd_store_options(1, str(path / name), storage_dim=width)
+    else:
+        store = oe.make_device_mem_store_options(str(path / name), 100_000, storage_dim=width)
+    return oe.MultiTableEmbedding(name, dim, torch.float, torch.int64, [uniform()], store)
+
+
+@pytest.mark.parametrize("kind", ["ssd", "device"])
+@pytest.mark.parametrize("dim", [6, 7])
+@pytest.mark.parametrize("held", [True, False])
+def test_smart_decay_adam_makes_up_for_the_steps_in_which_a_row_had_no_gradient(tmp_path, dim, kind, held):
+    embedding = smart_embedding(tmp_path, "e", dim, kind)
+    dense = torch.nn.Parameter(torch.ones(3))
+    twin = torch.nn.Parameter(torch.ones(3))
+    parameters = [*embedding.parameters(), dense] if held else [dense]
+    numbers = dict(betas=(0.8, 0.95), eps=1e-4, weight_decay=0.01)
+    optimizer = oe.SmartDecayAdam(parameters, lr=0.1, **numbers)
+    stepper = optimizer if held else oe.Optimizer(optimizer, [embedding])
+    plain = torch.optim.Adam([twin], lr=0.1, **numbers)
+    ids = torch.arange(10) * 7919 - 30_000
+    w = embedding.eval()(ids).double().numpy().copy()
+    embedding.train()
+    m, v, last = np.zeros((10, dim)), np.zeros((10, dim)), np.zeros(10, np.int64)
+    rng = np.random.default_rng(0)
+    for t in range(1, 16):
+        rows = rng.integers(0, 10, 4)  # some of them twice, most of them not at all
+        g = rng.standard_normal((4, dim)).astype(np.float32)
+        stepper.zero_grad()
+        plain.zero_grad()
+        ((embedding(ids[rows]) * torch.from_numpy(g)).sum() + (dense**2).sum()).backward()
+        (twin**2).sum().backward()
+        stepper.step()
+        plain.step()
+        for row in np.unique(rows):
+            summed = g[rows == row].astype(np.float64).sum(0) + 0.01 * w[row]
+            k = t - last[row]
+            caught_up = m[row] * sum(0.8**j for j in range(1, k))
+            m[row] = 0.8**k * m[row] + 0.2 * summed
+            v[row] = 0.95**k * v[row] + 0.05 * summed**2
+            w[row] -= 0.1 * (m[row] + caught_up) / (np.sqrt(v[row]) + 1e-4)
+            last[row] = t
+    np.testing.assert_allclose(embedding.eval()(ids).numpy(), w, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dense, twin)
+
+
+def test_smart_decay_adam_goes_on_from_a_snapshot(tmp_path):
+    embedding, twin = smart_embedding(tmp_path, "e", 5), smart_embedding(tmp_path, "twin", 5)
+    ids = torch.arange(8)
+
+    def train(embedding, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            (embedding(ids[step % 3 :: 3]) * (step + 1.0)).square().sum().backward()
+            optimizer.step()
+
+    optimizer, other = (oe.SmartDecayAdam(e.parameters(), lr=0.1) for e in (embedding, twin))
+    train(twin, other, range(12))
+    train(embedding, optimizer, range(7))
+    embedding.save_snapshot("seven")
+    state = optimizer.state_dict()
+    embedding.close()
+    embedding = smart_embedding(tmp_path, "e", 5)
+    embedding.load_snapshot("seven")
+    optimizer = oe.SmartDecayAdam(embedding.parameters(), lr=0.5)
+    optimizer.load_state_dict(state)
+    train(embedding, optimizer, range(7, 12))
+    found, expected = embedding.table.read(ids), twin.table.read(ids)
+    assert found.values.tobytes() == expected.values.tobytes()
+    assert found.states.tobytes() == expected.states.tobytes()
+    floats = found.values.shape[1] + found.states.shape[1]
+    embedding.save_snapshot("twelve")
+    embedding.close()
+    folder = str(tmp_path / "e" / "0-1")
+    with oe.make_persistent_table_reader([folder], "twelve", np.int64, np.float32, floats) as reader:
+        keys, rows = next(reader)
+    # The last step of a row is an int64 behind its padded columns.
+    steps = dict(zip(keys.tolist(), rows[:, 16:].copy().view(np.int64)[:, 0].tolist()))
+    assert steps == {i: (10, 11, 12)[i % 3] for i in range(8)}
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "decoupled_weight_decay"])
+def test_smart_decay_adam_refuses_what_its_rule_has_not(tmp_path, option):
+    embedding = smart_embedding(tmp_path, "e", 4)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer = oe.SmartDecayAdam(embedding.parameters(), **{option: True})
+    with pytest.raises(NotImplementedError, match=option):
+        optimizer.step()
+
+
+def test_a_storage_dim_that_does_not_fit_smart_decay_adam_is_told_with_the_right_one(tmp_path):
+    embedding = make(tmp_path, "e", 3)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="storage_dim of embedding 'e' should be 20 for SmartDecayAdam"):
+        oe.SmartDecayAdam(embedding.parameters()).step()
