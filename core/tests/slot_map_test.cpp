@@ -19,7 +19,8 @@ void RunBatches(int64_t slots, int64_t universe, int64_t batch, int batches) {
   std::vector<int64_t> keys(static_cast<size_t>(batch)), out(keys.size());
   for (int time = 0; time < batches; ++time) {
     for (int64_t& key : keys) {
-      key = static_cast<int64_t>(random() % static_cast<uint64_t>(universe) * 0x5851F42D4C957F2DULL);
+      key =
+          static_cast<int64_t>(random() % static_cast<uint64_t>(universe) * 0x5851F42D4C957F2DULL);
     }
     const int64_t missing = map.Find(keys, time, out.data());
     if (missing > map.free_slots()) {

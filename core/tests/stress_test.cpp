@@ -230,6 +230,9 @@ TEST(A table may be closed while other threads use it) {
   }
 }
 
+// ASan of gcc 12 does not take the locks of its allocator at a fork: the child may wait for ever in
+// `new`, before it gets to our code.
+#if !defined(__SANITIZE_ADDRESS__)
 TEST(A child forked while others train finds whole tables that it can use) {
   SetNumThreads(2);
   const auto table = Table::Create(SmallTable(5, 1024));
@@ -263,6 +266,7 @@ TEST(A child forked while others train finds whole tables that it can use) {
       });
   CHECK_EQ(bad, 0);
 }
+#endif
 
 }  // namespace
 }  // namespace embstore

@@ -81,6 +81,7 @@ def tiers(*urls: str, upper_rows: int) -> Callable[[TableOptions, int], Store]:
     >>> below(options, 0)
     <memory store over memory store: 0 rows of 16 bytes>
 
+    Each rank has a table of its own in every tier; dumps carry rows to another number of ranks.
     An upper SSD tier begins empty: what outlives the process is what `flush` has moved to the last one.
     """
     if not urls:
@@ -89,10 +90,10 @@ def tiers(*urls: str, upper_rows: int) -> Callable[[TableOptions, int], Store]:
 
     def make(options: TableOptions, rank: int) -> Store:
         size = row_bytes(options.dim, options.optimizer, options.dtype)
-        name = options.name if schemes[-1] not in LOCAL else f"{options.name}-{rank}"
+        name = f"{options.name}-{rank}"  # a scan of the store, and so a dump, must not see the rows of others
         store = open_store(urls[-1], table=name, tensor_bytes=[size], layout="packed")
         for url, scheme in reversed(list(zip(urls[:-1], schemes[:-1]))):
-            store = TieredStore(_upper(url, scheme, f"{options.name}-{rank}", size), store, upper_rows)
+            store = TieredStore(_upper(url, scheme, name, size), store, upper_rows)
         return store
 
     return make
