@@ -241,5 +241,5 @@ def test_a_table_over_redis_trains_as_one_in_memory(standalone, above, tmp_path)
     np.testing.assert_allclose(
         np.ascontiguousarray(rows[:, :16]).view(np.float32), large.read(keys).values, rtol=1e-6
     )
-    last = open_store(url, table="user", tensor_bytes=[stores.row_bytes(4, optimizer)], layout="packed")
+    last = open_store(url, table="user-0", tensor_bytes=[stores.row_bytes(4, optimizer)], layout="packed")
     assert last.get(keys)[2].all(), "flush should reach Redis"
