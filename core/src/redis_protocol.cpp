@@ -81,15 +81,19 @@ std::string RedisRows::Name(int64_t row, size_t value) const {
   return name + tails_[value];
 }
 
+void RedisRows::AppendName(int64_t row, size_t value) {
+  const std::string name = Name(row, value);
+  AppendLength(text_, '$', static_cast<int64_t>(name.size()));
+  text_ += name;
+  text_ += kEnd;
+}
+
 void RedisRows::Mget(int64_t first, int64_t last) {
   AppendLength(text_, '*', 1 + (last - first) * static_cast<int64_t>(tails_.size()));
   text_ += "$4\r\nMGET\r\n";
   for (int64_t row = first; row < last; ++row) {
     for (size_t value = 0; value < tails_.size(); ++value) {
-      const std::string name = Name(row, value);
-      AppendLength(text_, '$', static_cast<int64_t>(name.size()));
-      text_ += name;
-      text_ += kEnd;
+      AppendName(row, value);
     }
   }
   expected_.push_back({first, last, true});
@@ -100,10 +104,7 @@ void RedisRows::Mset(int64_t first, int64_t last) {
   text_ += "$4\r\nMSET\r\n";
   for (int64_t row = first; row < last; ++row) {
     for (size_t value = 0; value < tails_.size(); ++value) {
-      const std::string name = Name(row, value);
-      AppendLength(text_, '$', static_cast<int64_t>(name.size()));
-      text_ += name;
-      text_ += kEnd;
+      AppendName(row, value);
       AppendLength(text_, '$', value_bytes_[value]);
       for (const Piece& piece : values_[value]) {
         text_.append(reinterpret_cast<const char*>(piece.base + row * piece.stride_bytes),

@@ -8,9 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "embstore/parallel.h"
 #include "embstore/snapshot.h"
-#include "fetched_rows.h"
 #include "fork_guard.h"
 
 namespace embstore {

@@ -59,10 +59,14 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
   const bool counts = counts_occurrences();
   ParallelFor(parts, [&](int64_t part) {
     InsertPass& pass = passes[static_cast<size_t>(part)];
-    std::vector<uint32_t> mine;
-    mine.reserve(missing.size());
-    for (const uint32_t i : missing) {
-      if (index_->BucketOf(keys[i]) % parts == part) mine.push_back(i);
+    std::span<const uint32_t> mine = missing;
+    std::vector<uint32_t> share;
+    if (parts > 1) {
+      share.reserve(missing.size());
+      for (const uint32_t i : missing) {
+        if (index_->BucketOf(keys[i]) % parts == part) share.push_back(i);
+      }
+      mine = share;
     }
     constexpr size_t kAhead = 16;
     for (size_t at = 0; at < mine.size(); ++at) {

@@ -50,6 +50,7 @@ class RedisRows {
     bool is_rows;
   };
   std::string Name(int64_t row, size_t value) const;
+  void AppendName(int64_t row, size_t value);
   bool TakeHeader(std::string_view& bytes, const Expected& expected);
   bool TakeValue(std::string_view& bytes);
 

@@ -100,7 +100,7 @@ def convert(
     if to == "one_embedding":
         return one_embedding_files.write(target, dump, one_embedding.snapshot or "converted", progress)
     draft = Draft(target)
-    try:
+    with draft.publishing():
         for number, table in enumerate(dump.tables):
             folder = draft.path / file_stem(table.collection)
             folder.mkdir(exist_ok=True)
@@ -116,10 +116,6 @@ def convert(
                 save_file(arrays, file)
             if progress:
                 progress(number + 1, len(dump.tables))
-        draft.publish()
-    except BaseException:
-        draft.discard()
-        raise
     return None
 
 

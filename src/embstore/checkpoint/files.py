@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -150,6 +151,16 @@ class Draft:
         """Removes what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Publishes at the end of the block, or removes what was written when anything fails."""
+        try:
+            yield
+            self.publish()
+        except BaseException:
+            self.discard()
+            raise
 
 
 def check_target(target: Path, *, overwrite: bool = False) -> None:

@@ -93,7 +93,7 @@ def write(target: Path, dump: Dump, snapshot: str, progress: Progress | None) ->
     if len(set(names)) != len(names):
         raise ValueError(f"tables should have names of their own as directories but are: {names}")
     draft = Draft(target)
-    try:
+    with draft.publishing():
         for number, table in enumerate(dump.tables):
             width = table.dim + table.spec.state_width if table.spec and table.state_names else table.dim
             directory = draft.path / file_stem(table.name) / "0-1"
@@ -104,7 +104,3 @@ def write(target: Path, dump: Dump, snapshot: str, progress: Progress | None) ->
                 store.snapshot(snapshot)
             if progress:
                 progress(number + 1, len(dump.tables))
-        draft.publish()
-    except BaseException:
-        draft.discard()
-        raise
