@@ -13,21 +13,24 @@ import torch
 import torch.distributed as dist
 
 from embstore import Ownership, owner
+from embstore.process_groups import GlooGroup
 
 
 class Ranks:
     """The ranks of torch.distributed, or this process alone."""
 
     def __init__(self) -> None:
-        self.group: Any = None
+        self._own: GlooGroup | None = None
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             # Rows are in host memory, which gloo moves.
-            if self.world > 1:
-                self.group = (
-                    dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-                )
+            if self.world > 1 and dist.get_backend() != "gloo":
+                self._own = GlooGroup()
+
+    @property
+    def group(self) -> Any:
+        return self._own.group if self._own else dist.group.WORLD
 
     def together(self, action: Callable[[], Any], what: str) -> Any:
         """Runs the action on every rank; if it fails on some, all raise."""

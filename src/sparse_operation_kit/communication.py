@@ -10,6 +10,7 @@ next exchange, so that all of them raise.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from embstore.process_groups import GlooGroup
 
 TOOLS = ("horovod", "torch", "single")
 
@@ -51,15 +54,21 @@ class Torch(Single):
         self._torch, self._dist = torch, dist
         if not dist.is_initialized():
             dist.init_process_group("gloo", init_method="env://")
-        # A group of its own: the program may use the default one, also from other threads.
-        self._group = dist.new_group(backend="gloo")
+            atexit.register(self._end_default_group)
+        # The program may use the default one, also from other threads.
+        self._gloo = GlooGroup()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def _end_default_group(self) -> None:
+        self._gloo.end()
+        if self._dist.is_initialized():
+            self._dist.destroy_process_group()
 
     def all_to_all(self, parts: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
         sent = self._torch.from_numpy(np.concatenate(parts))
         received = self._torch.empty(int(sum(counts)), dtype=sent.dtype)
         self._dist.all_to_all_single(
-            received, sent, [int(c) for c in counts], [len(part) for part in parts], group=self._group
+            received, sent, [int(c) for c in counts], [len(part) for part in parts], group=self._gloo.group
         )
         return np.split(received.numpy(), np.cumsum(counts)[:-1])
 
@@ -74,7 +83,7 @@ class Torch(Single):
 
     def _gather_equal(self, tensor: Any) -> list[Any]:
         gathered = [self._torch.empty_like(tensor) for _ in range(self.size)]
-        self._dist.all_gather(gathered, tensor, group=self._group)
+        self._dist.all_gather(gathered, tensor, group=self._gloo.group)
         return gathered
 
 

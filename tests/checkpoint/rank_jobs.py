@@ -125,7 +125,10 @@ def join_and_die(rank: str, folder: str) -> None:
     train(tables, 0, 2)
     if rank == "1":
         PartWriter.write = lambda self, rows: os._exit(9)  # type: ignore[method-assign, assignment]
-    embstore.dump(f"{folder}/d", tables, ownership=OWNERSHIP)
+    try:
+        embstore.dump(f"{folder}/d", tables, ownership=OWNERSHIP)
+    finally:
+        dist.destroy_process_group()
 
 
 def follow_log(path: str, steps: int) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import builtins
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from embstore.process_groups import GlooGroup
+
 T = TypeVar("T")
 
 
@@ -87,17 +89,15 @@ class TorchRanks(Ranks):
         key = (group.group_name, purpose)
         base, made = self._made.get(key, (None, None))
         if base is not group:
-            made = dist.new_group(
-                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-            )
+            made = GlooGroup(dist.get_process_group_ranks(group))
             self._made[key] = (group, made)
-        self._group = made
+        self._gloo = made
 
     def gather(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         answers: list[Any] = [None] * self.world
-        dist.all_gather_object(answers, value, group=self._group)
+        dist.all_gather_object(answers, value, group=self._gloo.group)
         return answers
 
     def gather_rows(self, array: Any) -> Any:
@@ -111,7 +111,7 @@ class TorchRanks(Ranks):
         padded = np.zeros(shape, array.dtype)
         padded[: len(array)] = array
         parts = [torch.from_numpy(np.empty_like(padded).view(np.uint8)) for _ in counts]
-        dist.all_gather(parts, torch.from_numpy(padded.view(np.uint8)), group=self._group)
+        dist.all_gather(parts, torch.from_numpy(padded.view(np.uint8)), group=self._gloo.group)
         return np.concatenate([part.numpy().view(array.dtype)[:n] for part, n in zip(parts, counts)])
 
     def background(self) -> Ranks:
