@@ -121,6 +121,7 @@ class RowOptimizer:
                 raise NotImplementedError(
                     f"{var.name!r} should be float32 for an update but is: {var.dtype.name}"
                 )
+            _check_shape(gradient, var)
         self._create_slots([v for _, v in ours])
         if others:
             self._apply_others(others)
@@ -191,6 +192,17 @@ class RowOptimizer:
         if dim not in self._passages:
             self._passages[dim] = embstore.Table("passage", dim=dim, optimizer=self.rule.optimizer)
         return self._passages[dim]
+
+
+def _check_shape(gradient: Any, var: Any) -> None:
+    """Before any row changes; a tf.function may not know all of the shape."""
+    if isinstance(gradient, tf.IndexedSlices):
+        found, rows = gradient.values.shape, gradient.indices.shape
+    else:
+        found, rows = gradient.shape, var.shape[:1]
+    expected = rows.concatenate([var.dimension])
+    if not found.is_compatible_with(expected):
+        raise ValueError(f"the gradient of {var.name!r} should have the shape {expected} but has: {found}")
 
 
 def _step(

@@ -1,7 +1,7 @@
-"""What two or three processes do together; torchrun starts it: ranks.py train|load <directory>.
+"""What two or three processes do together: ranks.py train|load <directory> [torch|horovod].
 
-`train` runs the scenarios and leaves dumps with what they should hold; `load` reads those into another number
-of processes. Every rank checks for itself and fails by an assertion.
+`train` runs all scenarios and leaves dumps with what they should hold; `load` reads those into another number
+of processes, and runs some of the scenarios there. Every rank checks for itself and fails by an assertion.
 """
 
 import os
@@ -120,57 +120,165 @@ def shapes(rank, size):
     assert len(whole(new)[0]) == 40
 
 
+def wrapper_of(name):
+    kind, options = OPTIMIZERS[name]
+    return sok.OptimizerWrapper(getattr(tf_keras.optimizers.legacy, kind)(**options))
+
+
+def check_rows(variable, wrapper, values, states):
+    """The rows of all ranks and this rank's states are these."""
+    keys, rows = whole(variable)
+    np.testing.assert_array_equal(keys, np.arange(ROWS))
+    assert np.mean((rows - values) ** 2) < 1e-10
+    np.testing.assert_allclose(rows, values, rtol=1e-4, atol=1e-5)
+    for slot, expected in states.items():
+        state = wrapper.get_slot(variable, slot)
+        if isinstance(variable, sok.DynamicVariable):
+            mine, rows = sok.export(state)
+        else:
+            mine, rows = variable.local_keys(), state
+        np.testing.assert_allclose(rows, expected[mine], rtol=1e-4, atol=1e-5)
+
+
 def train_one(name, kind, rank, size, directory):
+    """Four steps of an eager program and of a tf.function, each on a variable of its own."""
     values = np.random.default_rng(5).normal(size=(ROWS, DIM)).astype(np.float32)
-    variable = make(kind, values, name=f"{name} {kind}")
-    wrapper = sok.OptimizerWrapper(
-        getattr(tf_keras.optimizers.legacy, OPTIMIZERS[name][0])(**OPTIMIZERS[name][1])
-    )
     oracle = LazyTable(name, values)
 
-    def step(keys, scale):
-        with tf.GradientTape() as tape:
-            out = sok.lookup_sparse(variable, keys, combiners="sum")
-            loss = tf.reduce_sum(out * scale)
-        wrapper.apply_gradients([(tape.gradient(loss, variable), variable)])
+    def stepper(graph):
+        variable, wrapper = make(kind, values, name=f"{name} {kind}"), wrapper_of(name)
 
+        def step(keys, scale):
+            with tf.GradientTape() as tape:
+                out = sok.lookup_sparse(variable, keys, combiners="sum")
+                loss = tf.reduce_sum(out * scale)
+            wrapper.apply_gradients([(tape.gradient(loss, variable), variable)])
+
+        signature = [tf.RaggedTensorSpec([None, None], tf.int64), tf.TensorSpec([None, DIM])]
+        return variable, wrapper, tf.function(step, input_signature=signature) if graph else step
+
+    programs = [stepper(graph) for graph in (True, False)]
     for number in range(4):
         batches = all_batches(number, size)
         scales = [
             np.random.default_rng([9, number, r]).normal(size=(b.nrows(), DIM)) for r, b in enumerate(batches)
         ]
-        run = tf.function(step, reduce_retracing=True) if number == 0 else step
-        run(batches[rank], tf.constant(scales[rank], tf.float32))
+        for _, _, step in programs:
+            step(batches[rank], tf.constant(scales[rank], tf.float32))
         oracle.update(
             np.concatenate([b.values for b in batches]),
             np.concatenate([s[b.value_rowids()] for s, b in zip(scales, batches)]),
         )
-    keys, rows = whole(variable)
-    np.testing.assert_array_equal(keys, np.arange(ROWS))
-    assert np.mean((rows - oracle.values) ** 2) < 1e-10
-    np.testing.assert_allclose(rows, oracle.values, rtol=1e-4, atol=1e-5)
+    states = dict(zip(SLOTS[name], oracle.states, strict=True))
+    for variable, wrapper, _ in programs:
+        assert int(wrapper.iterations) == 4
+        check_rows(variable, wrapper, oracle.values, states)
     sok.dump(directory / "weights", variable, wrapper)
     if rank == 0:
-        states = {slot: state for slot, state in zip(SLOTS[name], oracle.states)}
         np.savez(directory / f"{name} {kind}.npz", values=oracle.values, **states)
 
 
-def increments(rank, size):
-    variables = [sok.DynamicVariable(dimension=3, var_type=t) for t in ("hybrid", "hbm", "hybrid")]
+def agreed_moment():
+    """A moment after all that any rank did so far, and before all that any will do."""
     t = sok.communication.tool()
-    for number in range(3):
-        t.all_gather(np.zeros(1))
-        moment = datetime.now(timezone.utc)
-        moment = max(
-            datetime.fromtimestamp(float(m[0]), timezone.utc)
-            for m in t.all_gather(np.array([moment.timestamp()]))
-        )
-        batches = [all_batches(10 * number + i, size) for i in range(3)]
-        sok.lookup_sparse(variables, [b[rank] for b in batches])
+    t.all_gather(np.zeros(1))
+    now = datetime.now(timezone.utc).timestamp()
+    return datetime.fromtimestamp(float(max(m[0] for m in t.all_gather(np.array([now])))), timezone.utc)
+
+
+def increments(rank, size):
+    """Exactly the ids of all ranks since a moment: looked up, updated, assigned."""
+    last = f"localized:{size - 1}"
+    variables = [
+        sok.DynamicVariable(dimension=3, evict_strategy="kLru"),
+        sok.DynamicVariable(dimension=3, max_capacity=1024),
+        sok.DynamicVariable(dimension=3, var_type="hbm"),
+        sok.DynamicVariable(dimension=2, mode=last),
+        sok.DynamicVariable(dimension=2, var_type="hbm", mode=last),
+    ]
+    everything = range(len(variables))
+    wrapper = sok.OptimizerWrapper(tf.keras.optimizers.Adagrad(0.1))
+
+    def check(moment, expected):
         found, values = sok.incremental_model_dump(variables, moment)
-        for keys, rows, batch in zip(found, values, batches):
-            np.testing.assert_array_equal(keys, np.unique(np.concatenate([b.values for b in batch])))
-            assert rows.shape == (len(keys), 3)
+        for variable, keys, rows, ids in zip(variables, found, values, expected, strict=True):
+            np.testing.assert_array_equal(keys, np.unique(ids))
+            all_keys, all_rows = whole(variable)
+            np.testing.assert_array_equal(rows, all_rows[np.searchsorted(all_keys, keys)])
+
+    def gradients_of(batches):
+        with tf.GradientTape() as tape:
+            outs = sok.lookup_sparse(variables, batches)
+            loss = tf.add_n([tf.reduce_sum(out) for out in outs])
+        return tape.gradient(loss, variables)
+
+    def update(gradients):
+        wrapper.apply_gradients(zip(gradients, variables))
+
+    for number, run in enumerate((lambda f: f, tf.function, lambda f: f)):
+        batches = [all_batches(10 * number + i, size) for i in everything]
+        ids = [np.concatenate([b.values for b in batch]) for batch in batches]
+        moment = agreed_moment()
+        gradients = run(gradients_of)([batch[rank] for batch in batches])
+        check(moment, ids)
+        between = agreed_moment()
+        run(update)(gradients)
+        check(between, ids)  # the update alone
+        check(moment, ids)
+    moment = agreed_moment()
+    sok.lookup_sparse(variables, [batch[rank] for batch in batches], training=False)
+    check(moment, [[]] * len(variables))
+    for variable in variables:
+        owner = variable.target_gpu in (-1, rank)
+        key = np.array([1000 * size + rank] if owner else [], np.int64)
+        sok.assign(variable, key, np.ones((len(key), variable.dimension)))
+    spread, one = 1000 * size + np.arange(size), [1000 * size + size - 1]
+    check(moment, [spread, spread, spread, one, one])
+
+
+def capacity(rank, size):
+    """Every rank has room for max_capacity rows of its own, and drops its least recently used."""
+    room = 128  # one bucket, so that the least recently used of all rows of a rank is the one that goes
+    variable = sok.DynamicVariable(dimension=3, max_capacity=room, initializer="ones")
+    wrapper = sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.1))
+
+    def mine(begin, end):
+        return np.arange(begin * size + rank, end * size, size)
+
+    def read(begin, end):
+        """All ranks ask for keys of all of them."""
+        keys = np.arange(begin * size, end * size)
+        return sok.lookup_sparse(
+            variable, tf.RaggedTensor.from_row_lengths(keys, [len(keys)]), combiners="sum"
+        )
+
+    def train(begin, end):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(read(begin, end))
+        wrapper.apply_gradients([(tape.gradient(loss, variable), variable)])
+
+    train(0, room)
+    read(0, 50)  # used again: those from 50 on are the oldest
+    vectors, keys, values = sok.sparse_read_and_evict(variable, mine(1000, 1078))
+    np.testing.assert_array_equal(vectors, np.ones((78, 3)))
+    np.testing.assert_array_equal(np.sort(keys), mine(50, room))
+    np.testing.assert_allclose(values, np.full((78, 3), 0.9), rtol=1e-5)
+    np.testing.assert_array_equal(variable.indices, [*mine(0, 50), *mine(1000, 1078)])
+    # A key that comes back, asked for by the other rank, begins anew.
+    back = (rank + 1) % size + 60 * size
+    row = sok.all2all_dense_embedding(variable, [back])
+    np.testing.assert_array_equal(row, [[1, 1, 1]])
+    states = dict(zip(variable.indices.numpy(), sok.export(wrapper.get_slot(variable, "m"))[1].numpy()))
+    assert {key for key, state in states.items() if state.any()} < {*mine(0, 50)}
+    assert 60 * size + rank in states and len(states) == room
+    # One batch that brings more than there is room for, looked up and trained.
+    for number, run in enumerate((train, tf.function(train), train)):
+        begin = 2000 * (number + 1)
+        run(begin, begin + 3 * room + 7)
+        assert 0 < int(variable.size[0]) <= room and len(whole(variable)[0]) <= room * size
+    bound = sok.DynamicVariable(dimension=1, max_capacity=room, mode="localized:0")
+    sok.lookup_sparse(bound, tf.RaggedTensor.from_row_lengths(np.arange(5 * room), [5 * room]))
+    assert int(bound.size[0]) <= room and (int(bound.size[0]) > 0) == (rank == 0)
 
 
 def failures(rank, size):
@@ -208,23 +316,14 @@ def load_one(name, kind, directory):
     """The dump of another number of ranks, by key."""
     saved = np.load(directory / f"{name} {kind}.npz")
     variable = make(kind, np.zeros((ROWS, DIM), np.float32), name=f"{name} {kind}")
-    wrapper = sok.OptimizerWrapper(
-        getattr(tf_keras.optimizers.legacy, OPTIMIZERS[name][0])(**OPTIMIZERS[name][1])
-    )
+    wrapper = wrapper_of(name)
     sok.load(directory / "weights", variable, wrapper)
     assert int(wrapper.iterations) == 4
-    np.testing.assert_allclose(whole(variable)[1], saved["values"], rtol=1e-4, atol=1e-5)
-    for slot in SLOTS[name]:
-        state = wrapper.get_slot(variable, slot)
-        if isinstance(variable, sok.DynamicVariable):
-            mine, rows = sok.export(state)
-        else:
-            mine, rows = variable.local_keys(), state
-        np.testing.assert_allclose(rows, saved[slot][mine], rtol=1e-4, atol=1e-5)
+    check_rows(variable, wrapper, saved["values"], {slot: saved[slot] for slot in SLOTS[name]})
     # Without an optimizer: rows alone.
     plain = make(kind, np.zeros((ROWS, DIM), np.float32), name=f"{name} {kind}")
     sok.load(directory / "weights", [plain])
-    np.testing.assert_allclose(whole(plain)[1], saved["values"], rtol=1e-4, atol=1e-5)
+    check_rows(plain, None, saved["values"], {})
 
 
 def main():
@@ -234,11 +333,14 @@ def main():
         import horovod.tensorflow as hvd
 
         hvd.init()
+    sok.init()  # finds it
     sok.init(tool)
     t = sok.communication.tool()
     assert t.name == tool and t.size > 1
+    for scenario in (increments, capacity):  # at every number of ranks
+        scenario(t.rank, t.size)
     if what == "train":
-        for scenario in (shapes, lookups, increments, failures):
+        for scenario in (shapes, lookups, failures):
             scenario(t.rank, t.size)
         for name in OPTIMIZERS:
             for kind in FOUR[:3] if name == "adam" else ("distributed", "hybrid"):

@@ -50,19 +50,20 @@ def test_the_bytes_are_those_of_the_original(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "states"),
+    ("optimizer", "options", "states"),
     [
-        ("SGD", []),
-        ("Adagrad", ["accumulator"]),
-        ("Adam", ["m", "v"]),
-        ("Adamax", ["m", "v"]),
-        ("Adadelta", ["accum_grad", "accum_var"]),
-        ("Ftrl", ["accumulator", "linear"]),
+        ("SGD", {}, []),
+        ("SGD", {"momentum": 0.9}, ["momentum"]),
+        ("Adagrad", {}, ["accumulator"]),
+        ("Adam", {}, ["m", "v"]),
+        ("Adamax", {}, ["m", "v"]),
+        ("Adadelta", {}, ["accum_grad", "accum_var"]),
+        ("Ftrl", {}, ["accumulator", "linear"]),
     ],
 )
 @pytest.mark.parametrize("kind", ["static", "hybrid"])
-def test_every_state_has_its_file_and_its_header(tmp_path, kind, optimizer, states):
-    variable, wrapper = trained(getattr(tf.keras.optimizers, optimizer)(0.5), kind=kind)
+def test_every_state_has_its_file_and_its_header(tmp_path, kind, optimizer, options, states):
+    variable, wrapper = trained(getattr(tf.keras.optimizers, optimizer)(0.5, **options), kind=kind)
     sok.dump(tmp_path / "w", variable, wrapper)
     names = {path.name for path in (tmp_path / "w").glob(f"user_0-{optimizer}-*")}
     assert names == {f"user_0-{optimizer}-{state}" for state in states}

@@ -1,5 +1,7 @@
 """Every optimizer, of every Keras, against the object that it wraps and against numpy."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -188,6 +190,19 @@ def test_other_variables_go_to_the_wrapped_optimizer_and_missing_gradients_are_p
     np.testing.assert_allclose(sok.export(variable)[1], [[0.5]])
     with pytest.raises(TypeError, match="IndexedSlices"):
         wrapper.apply_gradients([(tf.ones((1, 1)), variable)])
+
+
+@pytest.mark.parametrize("kind", ["static", "hbm", "hybrid"])
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2), (2,)])
+def test_a_gradient_of_another_shape_is_refused_before_any_row_moves(kind, shape):
+    good, bad = (make_variable(kind, np.ones((2, 2), np.float32)) for _ in range(2))
+    wrapper = sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.1))
+    pairs = [(slices([0], np.ones((1, 2), np.float32)), good), (slices([0], np.ones(shape, np.float32)), bad)]
+    with pytest.raises(ValueError, match=rf"{bad.name}.*\(1, 2\).*{re.escape(str(shape))}"):
+        wrapper.apply_gradients(pairs)
+    assert int(wrapper.iterations) == 0
+    for variable in (good, bad):
+        np.testing.assert_array_equal(sok.export(variable)[1], np.ones((2, 2)))
 
 
 def test_the_rate_of_sok_sgd_may_be_changed_between_the_steps_of_a_function():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faces.sparse_operation_kit import ranks
 
 PROGRAM = Path(__file__).with_name("ranks.py")
 
@@ -28,10 +29,14 @@ def run(command, seconds):
     return output
 
 
-def launch(ranks, *arguments, seconds=400):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    output = run([*torchrun, str(PROGRAM), *map(str, arguments)], seconds)
-    assert output.count("all well") == ranks, output[-6000:]
+def torchrun(count, program, *arguments):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    return run([*start, str(program), *map(str, arguments)], 400)
+
+
+def launch(count, *arguments):
+    output = torchrun(count, PROGRAM, *arguments)
+    assert output.count("all well") == count, output[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +47,14 @@ def trained(tmp_path_factory):
     return directory
 
 
+@pytest.mark.parametrize("scenario", [ranks.increments, ranks.capacity], ids=lambda s: s.__name__)
+def test_one_rank_does_what_several_do(scenario):
+    scenario(0, 1)
+
+
 @pytest.mark.multirank
 @pytest.mark.timeout(450)
 def test_two_ranks_look_up_train_and_dump_as_one_table_would(trained):
-    from faces.sparse_operation_kit import ranks
-
     saved = sorted(trained.glob("*.npz"))
     assert len(saved) == 2 * 8 + 1
     for path in saved:  # into one rank: this process
@@ -55,15 +63,14 @@ def test_two_ranks_look_up_train_and_dump_as_one_table_would(trained):
 
 @pytest.mark.multirank
 @pytest.mark.timeout(450)
-def test_a_dump_of_two_ranks_loads_into_three(trained):
+def test_a_dump_of_two_ranks_loads_into_three_that_evict_and_report_changes_too(trained):
     launch(3, "load", trained)
 
 
 @pytest.mark.multirank
 @pytest.mark.timeout(450)
 def test_the_example_trains_on_two_ranks_and_finds_its_rows_again_after_a_reload():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    output = run([*torchrun, "examples/sok_dlrm.py", "--steps=60"], 400)
+    output = torchrun(2, "examples/sok_dlrm.py", "--steps=60")
     lines = re.findall(r"held-out loss ([0-9.]+), after a reload ([0-9.]+)", output)
     assert len(lines) == 2 and len({loss for line in lines for loss in line}) == 1, output
     assert float(lines[0][0]) < 0.63  # a model that learned nothing has ln 2
@@ -73,15 +80,6 @@ def test_the_example_trains_on_two_ranks_and_finds_its_rows_again_after_a_reload
 @pytest.mark.timeout(450)
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="horovod is not installed")
 def test_horovod_gives_the_same(tmp_path):
-    command = [
-        "horovodrun",
-        "-np",
-        "2",
-        "--gloo",
-        sys.executable,
-        str(PROGRAM),
-        "train",
-        str(tmp_path),
-        "horovod",
-    ]
-    assert run(command, 400).count("all well") == 2
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    program = [sys.executable, str(PROGRAM), "train", str(tmp_path), "horovod"]
+    assert run([horovodrun, "-np", "2", "--gloo", *program], 400).count("all well") == 2

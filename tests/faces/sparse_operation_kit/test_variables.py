@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import sparse_operation_kit as sok
+from sparse_operation_kit import communication
 
 
 def test_a_static_variable_reads_and_prints_like_a_tf_variable():
@@ -164,6 +165,15 @@ def test_the_tool_is_chosen_once():
         sok.init("torch")
     with pytest.raises(ValueError, match="'mpi'"):
         sok.init("mpi")
+
+
+@pytest.mark.parametrize(
+    ("tool", "missing"), [(communication.Horovod, "horovod"), (communication.Torch, "torch")]
+)
+def test_a_tool_that_is_not_installed_is_named(monkeypatch, tool, missing):
+    monkeypatch.setitem(sys.modules, missing, None)  # makes its import fail
+    with pytest.raises(ImportError, match=f"comm_tool='{missing}' needs {missing}"):
+        tool()
 
 
 def test_without_init_a_variable_says_what_to_do_and_without_tensorflow_the_package_does():
