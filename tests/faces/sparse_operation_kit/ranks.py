@@ -332,7 +332,13 @@ def main():
     if tool == "horovod":
         import horovod.tensorflow as hvd
 
+        # As the getting-started document begins.
         hvd.init()
+        gpus = tf.config.experimental.list_physical_devices("GPU")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        if gpus:
+            tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
     sok.init()  # finds it
     sok.init(tool)
     t = sok.communication.tool()

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 from faces.sparse_operation_kit import ranks
 
+from sparse_operation_kit import communication
+
 PROGRAM = Path(__file__).with_name("ranks.py")
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="horovod is not installed"
+)
 
 
 def run(command, seconds):
@@ -76,9 +81,15 @@ def test_the_example_trains_on_two_ranks_and_finds_its_rows_again_after_a_reload
     assert float(lines[0][0]) < 0.63  # a model that learned nothing has ln 2
 
 
+@needs_horovod
+def test_horovod_should_be_initialised_first():
+    with pytest.raises(RuntimeError, match="hvd.init()"):
+        communication.Horovod()
+
+
 @pytest.mark.multirank
 @pytest.mark.timeout(450)
-@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="horovod is not installed")
+@needs_horovod
 def test_horovod_gives_the_same(tmp_path):
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     program = [sys.executable, str(PROGRAM), "train", str(tmp_path), "horovod"]
