@@ -101,12 +101,14 @@ def measure(
         for which in group:
             sides.append(Side(which, folder, work, threads))
         seconds: list[list[float]] = [[] for _ in sides]
-        for number in range(sizes.warmup_rounds + sizes.rounds):
+        # Every batch once before it counts: TFRA makes the states of a key at its first step.
+        warmup = sizes.warmup_rounds * sizes.batches
+        for number in range(warmup + sizes.slow_rounds * sizes.batches):
             for times, side in zip(seconds, sides, strict=True):
                 time.sleep(SETTLE_SECONDS)
                 times.append(side.ask(number))
         return [
-            (statistics.median(times[sizes.warmup_rounds :]), np.array(side.ask("rows")), side.ask("memory"))
+            (statistics.median(times[warmup:]), np.array(side.ask("rows")), side.ask("memory"))
             for times, side in zip(seconds, sides, strict=True)
         ]
     finally:
