@@ -107,6 +107,13 @@ def lookups(rank, size):
     weights = ids[0].with_values(tf.fill(tf.shape(ids[0].values), 2.0))
     twice = sok.lookup_sparse([variables[0]], [ids[0]], [weights], combiners=["sum"])[0]
     np.testing.assert_allclose(twice, 2 * outs[0], rtol=1e-5)
+    # The filter is asked on the rank that would make the row.
+    closed = sok.DynamicVariable(dimension=2, initializer="ones", filter_ratio=0.0)
+    sok.assign(closed, [size + rank], np.full((1, 2), 3.0))
+    keys = tf.RaggedTensor.from_row_lengths(np.arange(2 * size), np.ones(2 * size, np.int64))
+    out = sok.lookup_sparse(closed, keys, combiners="sum", use_low_frequency_filter=True)
+    np.testing.assert_array_equal(out, np.repeat([[0, 0], [3, 3]], size, axis=0))
+    np.testing.assert_array_equal(closed.indices, [size + rank])
 
 
 def shapes(rank, size):

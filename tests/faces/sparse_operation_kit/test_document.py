@@ -1,7 +1,8 @@
 """The getting-started document of SparseOperationKit, block by block, as one session.
 
-Where its comments contradict its code, the code is followed: 15 x 16 tables on two ranks are [8, 16] and
-[7, 16]; the printed embeddings are those of 17 x 3 and 7 x 5 tables, and of "sum" twice.
+Its beginning, with Horovod, is that of ranks.py. Where its comments contradict its code, the code is
+followed: 15 x 16 tables on two ranks are [8, 16] and [7, 16]; the printed embeddings are those of 17 x 3 and
+7 x 5 tables, and of "sum" twice.
 """
 
 import re
@@ -69,6 +70,9 @@ def test_the_document_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     for i, grad in enumerate(grads):
         print(f"grad{i + 1}:\n", grad)
     sok_optimizer.apply_gradients(zip(grads, [v1, v2]))
+    print("v1:\n", v1)
+    print("v2:\n", v2)
+    assert capsys.readouterr().out.count("IndexedSlices") == 2
     moved = {int(k): row for k, row in zip(*sok.export(v1))}
     np.testing.assert_allclose(moved[1], first[1] - 2.0, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(moved[3], first[3] - 1.0, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """Variables: what they hold, how they print, which options they take."""
 
+import inspect
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 import sparse_operation_kit as sok
 from sparse_operation_kit import communication
+from sparse_operation_kit.dynamic import CONFIG
 
 
 def test_a_static_variable_reads_and_prints_like_a_tf_variable():
@@ -75,6 +77,54 @@ def test_initializers_have_the_distribution_of_their_name(var_type, initializer,
     out = tf.nn.embedding_lookup(variable, tf.range(1000, dtype=tf.int64)).numpy()
     assert out.min() >= low and out.max() <= high
     assert abs(out.mean() - mean) < 0.02 and abs(out.std() - deviation) < 0.02
+
+
+def test_a_hybrid_variable_takes_every_option_of_the_original():
+    options = {
+        "init_capacity": 64,
+        "max_capacity": 256,
+        "max_hbm_for_vectors": 2,
+        "max_load_factor": 0.625,
+        "max_bucket_size": 32,
+        "block_size": 512,
+        "device_id": 0,
+        "io_by_cpu": True,
+        "evict_strategy": "kLru",
+        "filter_ratio": 0.5,
+    }
+    assert set(options) == set(CONFIG)
+    variable = sok.DynamicVariable(dimension=2, **options)
+    assert variable.config_dict == options
+    engine = variable.table.options
+    assert (engine.init_capacity, engine.max_capacity, engine.bucket_capacity) == (64, 256, 32)
+    assert engine.max_load_factor == 0.625
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (sok.init, "comm_tool use_legacy_optimizer"),
+        (
+            sok.DynamicVariable.__init__,
+            "self dimension initializer var_type name constraint trainable key_type dtype mode",
+        ),
+        (sok.lookup_sparse, "params sp_ids sp_weights combiners use_low_frequency_filter"),
+        (sok.all2all_dense_embedding, "param indices"),
+        (sok.sparse_read_and_evict, "var indices name"),
+        (sok.OptimizerWrapper, "optimizer"),
+        (sok.OptimizerWrapper.apply_gradients, "self grads_and_vars global_step name"),
+        (sok.SGD, "lr"),
+        (sok.export, "var"),
+        (sok.assign, "var indices values"),
+        (sok.dump, "path dump_vars optimizer"),
+        (sok.load, "path load_vars optimizer"),
+        (sok.incremental_model_dump, "sok_vars time_threshold sess"),
+        (sok.filter_variables, "vars"),
+    ],
+)
+def test_arguments_have_the_names_and_the_order_of_the_original(function, names):
+    found = list(inspect.signature(function).parameters)
+    assert found[: len(names.split())] == names.split()
 
 
 @pytest.mark.parametrize(
