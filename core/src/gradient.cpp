@@ -77,8 +77,8 @@ struct Work {
       gradients.bag_of = numbers.as<uint32_t>();
       gradients.positions = nullptr;
     }
-    grouping = std::make_unique<Grouping>(from.slots->data(), from.slots->size(),
-                                          from.slots->table().locked_capacity());
+    grouping = std::make_unique<Grouping>(from.slots->rows(), from.slots->size(),
+                                          from.slots->table().row_limit());
   }
 };
 
@@ -135,10 +135,13 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
     if (sorted.empty()) return;
     Table& table = work->request->slots->table();
-    if (table.watched()) {
+    const Slot* slots = work->request->slots->slots();
+    if (table.watched() || table.tracks_dirty()) {
       for (size_t i = 0; i < sorted.size(); ++i) {
-        if (i > 0 && sorted[i].slot == sorted[i - 1].slot) continue;
-        table.BeforeChange(static_cast<Slot>(sorted[i].slot));
+        if (i > 0 && sorted[i].row == sorted[i - 1].row) continue;
+        const Slot slot = slots[sorted[i].index];
+        if (table.watched()) table.BeforeChange(slot);
+        if (table.tracks_dirty()) table.MarkDirty(slot);
       }
     }
     thread_local std::vector<float> scratch;
@@ -146,8 +149,6 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
                            sorted.data(), static_cast<int64_t>(sorted.size()), work->gradients,
                            scratch.data());
-    if (!table.tracks_dirty()) return;
-    for (const Occurrence& occurrence : sorted) table.MarkDirty(static_cast<Slot>(occurrence.slot));
   });
 }
 
@@ -166,8 +167,7 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
   ParallelFor(partitions, [&](int64_t p) {
     auto& items = sorted[static_cast<size_t>(p)] = grouping.Sort(p);
     int64_t groups = 0;
-    for (size_t i = 0; i < items.size(); ++i)
-      groups += i == 0 || items[i].slot != items[i - 1].slot;
+    for (size_t i = 0; i < items.size(); ++i) groups += i == 0 || items[i].row != items[i - 1].row;
     begins[static_cast<size_t>(p + 1)] = groups;
   });
   for (size_t p = 1; p < begins.size(); ++p) begins[p] += begins[p - 1];
@@ -181,8 +181,10 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
     ActiveKernels().reduce(dim, items.data(), static_cast<int64_t>(items.size()),
                            works[0].gradients, result.sums.data() + at * dim);
     for (size_t i = 0; i < items.size(); ++i) {
-      if (i > 0 && items[i].slot == items[i - 1].slot) continue;
-      result.keys[static_cast<size_t>(at++)] = index.entries[items[i].slot].key;
+      if (i > 0 && items[i].row == items[i - 1].row) continue;
+      const Slot slot = request.slots->slots()[items[i].index];
+      result.keys[static_cast<size_t>(at++)] =
+          index.groups[slot / IndexGroup::kSlots].keys[slot % IndexGroup::kSlots];
     }
   });
   return result;
@@ -199,7 +201,7 @@ void WeightGradients(const GradientRequest& request, float* out) {
   const int64_t n = request.slots->size();
   constexpr int64_t kPerTask = 4096;
   ParallelFor((n + kPerTask - 1) / kPerTask, [&](int64_t task) {
-    ActiveKernels().dot(table.rows(), request.slots->data(), nullptr, task * kPerTask,
+    ActiveKernels().dot(table.rows(), request.slots->rows(), nullptr, task * kPerTask,
                         std::min((task + 1) * kPerTask, n), gradients, out);
   });
   if (request.pooling != Pooling::kMean) return;
@@ -219,15 +221,15 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   if (table.store() || renew_scores) {
     std::unique_lock guard(table.lock());
     table.RequireOpen();
-    if (table.store()) table.BringUp(keys, list.data());
-    if (renew_scores) table.FindAll(keys, list.data(), table.NextBatchScore());
+    if (table.store()) table.BringUp(keys, list.places());
+    if (renew_scores) table.FindAll(keys, list.places(), table.NextBatchScore());
     // Later another thread may grow the table, which rewrites the list.
-    missing = std::count(list.data(), list.data() + n, kNoSlot);
+    missing = std::count(list.slots(), list.slots() + n, kNoSlot);
   } else {
     std::shared_lock guard(table.lock());
     table.RequireOpen();
-    table.FindAll(keys, list.data(), {ScoreUpdate::kKeep, 0});
-    missing = std::count(list.data(), list.data() + n, kNoSlot);
+    table.FindAll(keys, list.places(), {ScoreUpdate::kKeep, 0});
+    missing = std::count(list.slots(), list.slots() + n, kNoSlot);
   }
   // Between the two locks the list keeps its rows where they are, or follows them.
   GradientRequest request;

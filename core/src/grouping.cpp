@@ -10,12 +10,12 @@ constexpr int kMaxPartitionBits = 10;
 constexpr int64_t kOccurrencesPerPartition = 512;
 constexpr size_t kInsertionSortBelow = 24;
 
-// Stable by slot: occurrences of a partition start in the order of the batch.
+// Stable by row: occurrences of a partition start in the order of the batch.
 void InsertionSort(std::span<Occurrence> items) {
   for (size_t i = 1; i < items.size(); ++i) {
     const Occurrence item = items[i];
     size_t j = i;
-    for (; j > 0 && items[j - 1].slot > item.slot; --j) items[j] = items[j - 1];
+    for (; j > 0 && items[j - 1].row > item.row; --j) items[j] = items[j - 1];
     items[j] = item;
   }
 }
@@ -29,7 +29,7 @@ void RadixSort(std::span<Occurrence> items, int bits) {
   for (int pass = 0; pass < passes; ++pass) {
     const int shift = 8 * pass;
     uint32_t counts[256] = {};
-    for (size_t i = 0; i < items.size(); ++i) ++counts[(from[i].slot >> shift) & 0xff];
+    for (size_t i = 0; i < items.size(); ++i) ++counts[(from[i].row >> shift) & 0xff];
     uint32_t begin = 0;
     for (uint32_t& count : counts) {
       const uint32_t size = count;
@@ -37,7 +37,7 @@ void RadixSort(std::span<Occurrence> items, int bits) {
       begin += size;
     }
     for (size_t i = 0; i < items.size(); ++i) {
-      to[counts[(from[i].slot >> shift) & 0xff]++] = from[i];
+      to[counts[(from[i].row >> shift) & 0xff]++] = from[i];
     }
     std::swap(from, to);
   }
@@ -46,24 +46,36 @@ void RadixSort(std::span<Occurrence> items, int bits) {
 
 }  // namespace
 
-Grouping::Grouping(const Slot* slots, int64_t n, int64_t capacity)
-    : slots_(slots),
+Grouping::Grouping(const Row* rows, int64_t n, int64_t limit)
+    : rows_(rows),
       n_(n),
       chunks_((n + kChunk - 1) / kChunk),
+      row_bits_(std::bit_width(static_cast<uint64_t>(std::max<int64_t>(limit - 1, 0)))),
       items_(static_cast<size_t>(n) * sizeof(Occurrence)) {
-  const int slot_bits = std::bit_width(static_cast<uint64_t>(capacity - 1));
-  const int wanted = std::bit_width(static_cast<uint64_t>(n / kOccurrencesPerPartition));
-  partition_bits_ = std::min({wanted, kMaxPartitionBits, slot_bits});
-  shift_ = slot_bits - partition_bits_;
-  cursors_.resize(static_cast<size_t>(chunks_ << partition_bits_));
-  begins_.resize(static_cast<size_t>(partitions() + 1));
+  const int wanted_bits = std::bit_width(static_cast<uint64_t>(n / kOccurrencesPerPartition));
+  steps_ = std::min(wanted_bits, kMaxPartitionBits) - 2;
+  partitions_ = limit > 0 ? PartitionOf(static_cast<Row>(limit - 1)) + int64_t{1} : 1;
+  cursors_.resize(static_cast<size_t>(chunks_ * partitions_));
+  begins_.resize(static_cast<size_t>(partitions_ + 1));
+}
+
+uint32_t Grouping::PartitionOf(Row row) const {
+  if (steps_ < 0) return 0;
+  const auto number = static_cast<uint32_t>(row);
+  const int shift = std::bit_width(number | 1u << steps_) - 1 - steps_;
+  return (static_cast<uint32_t>(shift) << steps_) + (number >> shift);
+}
+
+int Grouping::LowBits(int64_t partition) const {
+  if (steps_ < 0) return row_bits_;
+  return std::max(static_cast<int>(partition >> steps_) - 1, 0);
 }
 
 void Grouping::Count(int64_t chunk) {
-  uint32_t* counts = &cursors_[static_cast<size_t>(chunk << partition_bits_)];
+  uint32_t* counts = &cursors_[static_cast<size_t>(chunk * partitions_)];
   const int64_t end = std::min((chunk + 1) * kChunk, n_);
   for (int64_t i = chunk * kChunk; i < end; ++i) {
-    if (slots_[i] >= 0) ++counts[slots_[i] >> shift_];
+    if (rows_[i] >= 0) ++counts[PartitionOf(rows_[i])];
   }
 }
 
@@ -72,7 +84,7 @@ void Grouping::Place() {
   for (int64_t partition = 0; partition < partitions(); ++partition) {
     begins_[static_cast<size_t>(partition)] = begin;
     for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-      uint32_t& cursor = cursors_[static_cast<size_t>((chunk << partition_bits_) + partition)];
+      uint32_t& cursor = cursors_[static_cast<size_t>(chunk * partitions_ + partition)];
       const uint32_t size = cursor;
       cursor = begin;
       begin += size;
@@ -82,13 +94,13 @@ void Grouping::Place() {
 }
 
 void Grouping::Scatter(int64_t chunk) {
-  uint32_t* cursors = &cursors_[static_cast<size_t>(chunk << partition_bits_)];
+  uint32_t* cursors = &cursors_[static_cast<size_t>(chunk * partitions_)];
   auto* items = items_.as<Occurrence>();
   const int64_t end = std::min((chunk + 1) * kChunk, n_);
   for (int64_t i = chunk * kChunk; i < end; ++i) {
-    if (slots_[i] < 0) continue;
-    items[cursors[slots_[i] >> shift_]++] = {static_cast<uint32_t>(slots_[i]),
-                                             static_cast<uint32_t>(i)};
+    if (rows_[i] < 0) continue;
+    items[cursors[PartitionOf(rows_[i])]++] = {static_cast<uint32_t>(rows_[i]),
+                                               static_cast<uint32_t>(i)};
   }
 }
 
@@ -99,7 +111,7 @@ std::span<Occurrence> Grouping::Sort(int64_t partition) {
   if (items.size() < kInsertionSortBelow) {
     InsertionSort(items);
   } else {
-    RadixSort(items, shift_);
+    RadixSort(items, LowBits(partition));
   }
   return items;
 }

@@ -1,8 +1,13 @@
-// Occurrences of a batch grouped by slot, so that each row is updated once.
+// Occurrences of a batch grouped by row, so that each row is updated once.
 //
-// A radix sort in two steps: occurrences are spread over partitions by the high bits of the slot
-// (in chunks, by several threads), then each partition is sorted by itself. Rows are thus met in
-// the order of their addresses. The result is the one stable order, whatever the number of threads.
+// A radix sort in two steps: occurrences are spread over partitions by the high bits of the row (in
+// chunks, by several threads), then each partition is sorted by itself. Rows are thus met in the
+// order of their addresses. The result is the one stable order, whatever the number of threads.
+//
+// Frequent keys come early and have low rows, so low rows need narrow partitions. They are as wide
+// as the steps of a floating-point number: 2^m of them for every doubling of the row. That shares
+// out keys that are all alike (half of them are in the last doubling) as well as those whose
+// frequency falls with their rank.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +23,8 @@ class Grouping {
  public:
   static constexpr int64_t kChunk = 16384;
 
-  Grouping(const Slot* slots, int64_t n, int64_t capacity);
+  // Rows are below `limit`; negative ones are passed by.
+  Grouping(const Row* rows, int64_t n, int64_t limit);
 
   // Call Count for every chunk, then Place once, then Scatter for every chunk, then Sort.
   int64_t chunks() const { return chunks_; }
@@ -26,14 +32,18 @@ class Grouping {
   void Place();
   void Scatter(int64_t chunk);
 
-  int64_t partitions() const { return int64_t{1} << partition_bits_; }
-  // The occurrences of a partition, sorted by (slot, index).
+  int64_t partitions() const { return partitions_; }
+  // The occurrences of a partition, sorted by (row, index).
   std::span<Occurrence> Sort(int64_t partition);
 
  private:
-  const Slot* slots_;
-  int64_t n_, chunks_;
-  int partition_bits_, shift_;
+  uint32_t PartitionOf(Row row) const;
+  int LowBits(int64_t partition) const;  // those in which the rows of a partition differ
+
+  const Row* rows_;
+  int64_t n_, chunks_, partitions_;
+  int steps_;  // m, or below 0: one partition
+  int row_bits_;
   std::vector<uint32_t> cursors_;  // chunks x partitions: counts, then where to write next
   std::vector<uint32_t> begins_;   // partitions + 1
   PooledBuffer items_;

@@ -50,8 +50,8 @@ EMBSTORE_INLINE void WithElement(DType dtype, const F& f) {
 }
 
 template <class T>
-EMBSTORE_INLINE T* RowAt(const RowsView& rows, int64_t slot) {
-  return reinterpret_cast<T*>(rows.base + slot * rows.stride_bytes);
+EMBSTORE_INLINE T* RowAt(const RowsView& rows, int64_t row) {
+  return reinterpret_cast<T*>(rows.base + row * rows.stride_bytes);
 }
 
 // Where the vector of occurrence i begins, in elements.
@@ -92,27 +92,27 @@ EMBSTORE_INLINE int64_t ItemsAhead(int64_t budget_bytes, int64_t item_bytes, int
 }
 
 template <class T, class U, int64_t kDim>
-void GatherAs(const RowsView& rows, const Slot* slots, int64_t n, const float* extra, U* out,
+void GatherAs(const RowsView& rows, const Row* numbers, int64_t n, const float* extra, U* out,
               int64_t out_stride) {
   const int64_t dim = kDim > 0 ? kDim : rows.dim;
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
   const int64_t ahead = ItemsAhead(4096, row_bytes, 4, 32);
   for (int64_t i = 0; i < n; ++i) {
-    if (i + ahead < n && slots[i + ahead] >= 0) {
-      PrefetchBytes(RowAt<T>(rows, slots[i + ahead]), row_bytes);
+    if (i + ahead < n && numbers[i + ahead] >= 0) {
+      PrefetchBytes(RowAt<T>(rows, numbers[i + ahead]), row_bytes);
     }
     U* const target = out + i * out_stride;
-    if (slots[i] >= 0) [[likely]] {
-      Convert<kDim>(RowAt<const T>(rows, slots[i]), target, dim);
-    } else if (slots[i] == kNoSlot) {
+    if (numbers[i] >= 0) [[likely]] {
+      Convert<kDim>(RowAt<const T>(rows, numbers[i]), target, dim);
+    } else if (numbers[i] == kMissingRow) {
       __builtin_memset(target, 0, dim * sizeof(U));
     } else {
-      Convert<kDim>(extra + ExtraIndex(slots[i]) * dim, target, dim);
+      Convert<kDim>(extra + ExtraIndex(numbers[i]) * dim, target, dim);
     }
   }
 }
 
-void Gather(const RowsView& rows, const Slot* slots, int64_t n, const float* extra, void* out,
+void Gather(const RowsView& rows, const Row* numbers, int64_t n, const float* extra, void* out,
             DType out_dtype, int64_t out_stride) {
   WithElement(rows.dtype, [&](auto* row_element) {
     using T = std::remove_pointer_t<decltype(row_element)>;
@@ -120,7 +120,7 @@ void Gather(const RowsView& rows, const Slot* slots, int64_t n, const float* ext
       using U = std::remove_pointer_t<decltype(out_element)>;
       U* const typed = static_cast<U*>(out);
       const auto run = [&](auto dim) {
-        GatherAs<T, U, dim.value>(rows, slots, n, extra, typed, out_stride);
+        GatherAs<T, U, dim.value>(rows, numbers, n, extra, typed, out_stride);
       };
       if constexpr (std::is_same_v<T, float> && std::is_same_v<U, float>) {
         switch (rows.dim) {
@@ -156,7 +156,7 @@ struct Bag {
 // Sums kBlocks blocks of eight columns of a bag in registers; out may be of any element type
 // because nothing is accumulated in it.
 template <int kBlocks, class T, class U, class Block>
-EMBSTORE_INLINE void PoolColumns(const RowsView& rows, const Slot* slots, const float* extra,
+EMBSTORE_INLINE void PoolColumns(const RowsView& rows, const Row* numbers, const float* extra,
                                  const Bag& bag, Block block, U* out) {
   F8 sum[kBlocks] = {};
   const auto add = [&](const auto* vector, float scale) {
@@ -166,10 +166,10 @@ EMBSTORE_INLINE void PoolColumns(const RowsView& rows, const Slot* slots, const 
   };
   for (int64_t i = bag.begin; i < bag.end; ++i) {
     const float scale = bag.Scale(i);
-    if (slots[i] >= 0) [[likely]] {
-      add(RowAt<const T>(rows, slots[i]), scale);
-    } else if (slots[i] != kNoSlot) {
-      add(extra + ExtraIndex(slots[i]) * rows.dim, scale);
+    if (numbers[i] >= 0) [[likely]] {
+      add(RowAt<const T>(rows, numbers[i]), scale);
+    } else if (numbers[i] != kMissingRow) {
+      add(extra + ExtraIndex(numbers[i]) * rows.dim, scale);
     }
   }
 #pragma GCC unroll 8
@@ -177,7 +177,7 @@ EMBSTORE_INLINE void PoolColumns(const RowsView& rows, const Slot* slots, const 
 }
 
 template <class T, class U>
-void PoolAs(const RowsView& rows, const Slot* slots, const float* extra, const int64_t* offsets,
+void PoolAs(const RowsView& rows, const Row* numbers, const float* extra, const int64_t* offsets,
             const float* weights, bool mean, int64_t bag_begin, int64_t bag_end,
             const VectorsView& out) {
   const int64_t row_bytes = rows.dim * static_cast<int64_t>(sizeof(T));
@@ -187,38 +187,38 @@ void PoolAs(const RowsView& rows, const Slot* slots, const float* extra, const i
     const int64_t length = offsets[g + 1] - offsets[g];
     const Bag bag{offsets[g], offsets[g + 1], weights, mean ? static_cast<float>(length) : 1.0f};
     for (; prefetched < last && prefetched < bag.end + kPoolAhead; ++prefetched) {
-      if (slots[prefetched] >= 0) PrefetchBytes(RowAt<T>(rows, slots[prefetched]), row_bytes);
+      if (numbers[prefetched] >= 0) PrefetchBytes(RowAt<T>(rows, numbers[prefetched]), row_bytes);
     }
     U* const target =
         static_cast<U*>(out.base) + (out.positions ? out.positions[g] : g * out.stride);
     int64_t column = 0;
     for (; column + 8 * kLanes <= rows.dim; column += 8 * kLanes) {
-      PoolColumns<8, T>(rows, slots, extra, bag, WholeBlock{column}, target);
+      PoolColumns<8, T>(rows, numbers, extra, bag, WholeBlock{column}, target);
     }
     if (column + 4 * kLanes <= rows.dim) {
-      PoolColumns<4, T>(rows, slots, extra, bag, WholeBlock{column}, target);
+      PoolColumns<4, T>(rows, numbers, extra, bag, WholeBlock{column}, target);
       column += 4 * kLanes;
     }
     ForBlocks(column, rows.dim,
-              [&](auto block) { PoolColumns<1, T>(rows, slots, extra, bag, block, target); });
+              [&](auto block) { PoolColumns<1, T>(rows, numbers, extra, bag, block, target); });
   }
 }
 
-void Pool(const RowsView& rows, const Slot* slots, const float* extra, const int64_t* offsets,
+void Pool(const RowsView& rows, const Row* numbers, const float* extra, const int64_t* offsets,
           const float* weights, bool mean, int64_t bag_begin, int64_t bag_end,
           const VectorsView& out) {
   WithElement(rows.dtype, [&](auto* row_element) {
     using T = std::remove_pointer_t<decltype(row_element)>;
     WithElement(out.dtype, [&](auto* out_element) {
       using U = std::remove_pointer_t<decltype(out_element)>;
-      PoolAs<T, U>(rows, slots, extra, offsets, weights, mean, bag_begin, bag_end, out);
+      PoolAs<T, U>(rows, numbers, extra, offsets, weights, mean, bag_begin, bag_end, out);
     });
   });
 }
 
 // --- segment sum ------------------------------------------------------------------------------
 
-// Fetches gradients, and rows where a new slot begins, ahead of the occurrence that is worked on.
+// Fetches gradients, and rows where a new one begins, ahead of the occurrence that is worked on.
 class Lookahead {
  public:
   // A row of row_bytes == 0 is not fetched.
@@ -240,8 +240,8 @@ class Lookahead {
       const Occurrence& coming = sorted_[next_];
       const char* const base = static_cast<const char*>(gradients_.base);
       PrefetchBytes(base + OffsetOf(gradients_, coming.index) * element_bytes_, vector_bytes_);
-      if (row_bytes_ == 0 || (next_ > 0 && sorted_[next_ - 1].slot == coming.slot)) continue;
-      PrefetchBytes(rows_->base + coming.slot * rows_->stride_bytes, row_bytes_);
+      if (row_bytes_ == 0 || (next_ > 0 && sorted_[next_ - 1].row == coming.row)) continue;
+      PrefetchBytes(rows_->base + coming.row * rows_->stride_bytes, row_bytes_);
     }
   }
 
@@ -256,10 +256,10 @@ class Lookahead {
   int64_t next_ = 0;
 };
 
-// First position behind the group of equal slots that begins at i.
+// First position behind the group of equal rows that begins at i.
 EMBSTORE_INLINE int64_t GroupEnd(const Occurrence* sorted, int64_t i, int64_t n) {
   int64_t end = i + 1;
-  while (end < n && sorted[end].slot == sorted[i].slot) ++end;
+  while (end < n && sorted[end].row == sorted[i].row) ++end;
   return end;
 }
 
@@ -425,8 +425,8 @@ void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
       conditioning.Apply(g, rows.dim, scratch);
       g = scratch;
     }
-    assert(sorted[i].slot <= static_cast<uint32_t>(INT32_MAX));
-    std::byte* const row = rows.base + sorted[i].slot * rows.stride_bytes;
+    assert(sorted[i].row <= static_cast<uint32_t>(INT32_MAX));
+    std::byte* const row = rows.base + sorted[i].row * rows.stride_bytes;
     UpdateRow<Rule, T, kDecay>(rule, conditioning, g, rows.dim, reinterpret_cast<T*>(row),
                                reinterpret_cast<float*>(row + rows.state_offset_bytes));
     i = end;
@@ -466,7 +466,7 @@ void Update(const RowsView& rows, const OptimizerOptions& options, const StepOpt
 
 // --- dot, load and store ----------------------------------------------------------------------
 
-void Dot(const RowsView& rows, const Slot* slots, const float* extra, int64_t begin, int64_t end,
+void Dot(const RowsView& rows, const Row* numbers, const float* extra, int64_t begin, int64_t end,
          const VectorsView& gradients, float* out) {
   WithElement(rows.dtype, [&](auto* row_element) {
     using T = std::remove_pointer_t<decltype(row_element)>;
@@ -474,18 +474,19 @@ void Dot(const RowsView& rows, const Slot* slots, const float* extra, int64_t be
       using G = std::remove_pointer_t<decltype(gradient_element)>;
       const int64_t row_bytes = rows.dim * static_cast<int64_t>(sizeof(T));
       for (int64_t i = begin; i < end; ++i) {
-        if (i + kPoolAhead < end && slots[i + kPoolAhead] >= 0) {
-          PrefetchBytes(RowAt<T>(rows, slots[i + kPoolAhead]), row_bytes);
+        if (i + kPoolAhead < end && numbers[i + kPoolAhead] >= 0) {
+          PrefetchBytes(RowAt<T>(rows, numbers[i + kPoolAhead]), row_bytes);
         }
         const G* const g = VectorAt<G>(gradients, i);
         const auto product = [&](const auto* vector) {
           return SumColumns(rows.dim,
                             [&](auto block) { return block.Load8(g) * block.Load8(vector); });
         };
-        if (slots[i] >= 0) [[likely]] {
-          out[i] = product(RowAt<const T>(rows, slots[i]));
+        if (numbers[i] >= 0) [[likely]] {
+          out[i] = product(RowAt<const T>(rows, numbers[i]));
         } else {
-          out[i] = slots[i] == kNoSlot ? 0.0f : product(extra + ExtraIndex(slots[i]) * rows.dim);
+          out[i] =
+              numbers[i] == kMissingRow ? 0.0f : product(extra + ExtraIndex(numbers[i]) * rows.dim);
         }
       }
     });

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "embstore/parallel.h"
 #include "probe.h"
@@ -12,8 +13,9 @@
 namespace embstore {
 namespace {
 
-constexpr int64_t kMaxSlots = int64_t{1} << 31;
-constexpr int kMaxSplits = 24;  // bits of the hash that are kept for them
+constexpr int64_t kMaxSlots = INT32_MAX;
+constexpr int64_t kMaxCapacity = 1'900'000'000;  // which has so many slots at most
+constexpr int kMaxSplits = 24;                   // bits of the hash that are kept for them
 
 void Check(bool ok, const char* field, const char* should, double value) {
   if (ok) return;
@@ -37,7 +39,8 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
       "at least bucket_capacity (" + std::to_string(bucket_capacity_) + ")";
   Check(options.max_capacity >= bucket_capacity_, "max_capacity", at_least.c_str(),
         static_cast<double>(options.max_capacity));
-  Check(options.max_capacity <= kMaxSlots - 16384, "max_capacity", "below 2^31 - 16384",
+  bucket_groups_ = CeilDiv(bucket_capacity_, kGroup);
+  Check(options.max_capacity <= kMaxCapacity, "max_capacity", "at most 1900000000",
         static_cast<double>(options.max_capacity));
   Check(options.init_capacity >= 1, "init_capacity", "at least 1",
         static_cast<double>(options.init_capacity));
@@ -54,25 +57,25 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
   const auto rounded = [&](int d) { return CeilDiv(max_buckets, int64_t{1} << d) << d; };
   // or beyond what a slot can name.
   while ((rounded(doublings) - max_buckets) * 16 > max_buckets ||
-         rounded(doublings) * bucket_capacity_ > kMaxSlots) {
+         rounded(doublings) * bucket_groups_ * kGroup > kMaxSlots) {
     --doublings;
   }
   base_buckets_ = CeilDiv(max_buckets, int64_t{1} << doublings);
   capacity_ = base_buckets_ * bucket_capacity_;
   max_capacity_ = capacity_ << doublings;
-  lines_per_bucket_ = CeilDiv(bucket_capacity_, kLine);
-  const auto digest_bytes = static_cast<size_t>(base_buckets_ * lines_per_bucket_ * kLine);
-  const auto entry_bytes = static_cast<size_t>(capacity_) * sizeof(IndexEntry);
+  digest_lines_ = CeilDiv(bucket_capacity_, kLine);
+  const auto digest_bytes = static_cast<size_t>(base_buckets_ * digest_lines_ * kLine);
+  const auto group_bytes = static_cast<size_t>(base_buckets_ * bucket_groups_) * sizeof(IndexGroup);
   // Padding touches every page of the digests, so ask first.
-  RequireAvailableMemory(digest_bytes + entry_bytes,
+  RequireAvailableMemory(digest_bytes + group_bytes,
                          "an index of " + std::to_string(capacity_) + " rows");
   digests_ = HugeBuffer(digest_bytes);
-  entries_ = HugeBuffer(entry_bytes);
+  groups_ = HugeBuffer(group_bytes);
   PadDigests(0, base_buckets_);
 }
 
 void KeyIndex::PadDigests(int64_t first_bucket, int64_t last_bucket) {
-  const int64_t width = lines_per_bucket_ * kLine;
+  const int64_t width = digest_lines_ * kLine;
   if (width == bucket_capacity_) return;
   for (int64_t bucket = first_bucket; bucket < last_bucket; ++bucket) {
     std::memset(digests_.data() + bucket * width + bucket_capacity_, kPadDigest,
@@ -84,11 +87,12 @@ IndexView KeyIndex::view() const {
   IndexView view;
   view.digests = reinterpret_cast<const uint8_t*>(digests_.data());
   // Scores of hits are renewed through the view; who may do so is the caller's affair.
-  view.entries = const_cast<IndexEntry*>(entries());
+  view.groups = const_cast<IndexGroup*>(groups());
   view.base_buckets = static_cast<uint64_t>(base_buckets_);
   view.split_mask = (uint64_t{1} << splits_) - 1;
   view.bucket_capacity = static_cast<uint32_t>(bucket_capacity_);
-  view.lines_per_bucket = static_cast<uint32_t>(lines_per_bucket_);
+  view.digest_lines = static_cast<uint32_t>(digest_lines_);
+  view.bucket_groups = static_cast<uint32_t>(bucket_groups_);
   // A key away from home costs a line more when its home group is read first, one at home saves a
   // line.
   view.mostly_home =
@@ -96,107 +100,135 @@ IndexView KeyIndex::view() const {
   return view;
 }
 
-uint8_t* KeyIndex::digest_of(Slot slot) {
-  const int64_t bucket = slot / bucket_capacity_;
-  return reinterpret_cast<uint8_t*>(digests_.data()) + bucket * lines_per_bucket_ * kLine +
-         (slot - bucket * bucket_capacity_);
-}
-
-uint8_t KeyIndex::digest(Slot slot) const { return *const_cast<KeyIndex*>(this)->digest_of(slot); }
-
 int64_t KeyIndex::BucketOf(int64_t key) const {
   const IndexView v = view();
   return HomeOf(HashKey(key), v).bucket;
 }
 
-Slot KeyIndex::Find(int64_t key) const {
-  const IndexView v = view();
-  const Home home = HomeOf(HashKey(key), v);
-  const int64_t first = home.bucket * bucket_capacity_;
-  const int64_t position = VisitMatches(
-      v.digests + home.bucket * lines_per_bucket_ * kLine, v.lines_per_bucket, home.line(),
-      home.digest, [&](int64_t at) { return v.entries[first + at].key == key; });
-  return position < 0 ? kNoSlot : static_cast<Slot>(first + position);
+int64_t KeyIndex::PositionOf(int64_t key, const Home& home) const {
+  const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
+  if (key != 0) {
+    const int64_t at = FindInGroup(bucket[home.group], key);
+    if (at >= 0) return home.position() + at;
+    if (bucket[home.group].away == 0) return -1;
+  }
+  return VisitMatches(
+      digests_of(home.bucket), static_cast<uint32_t>(digest_lines_), home.line(), home.digest,
+      [&](int64_t position) { return bucket[position / kGroup].keys[position % kGroup] == key; });
 }
 
-void KeyIndex::Prefetch(int64_t key, bool entries) const {
-  const IndexView v = view();
-  const Home home = HomeOf(HashKey(key), v);
-  const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
-  for (int64_t line = 0; line < std::min<int64_t>(lines_per_bucket_, 4); ++line) {
-    __builtin_prefetch(digests + line * kLine);
-  }
-  if (!entries) {
-    __builtin_prefetch(v.entries + home.bucket * bucket_capacity_ + home.position, 1);
+Slot KeyIndex::Find(int64_t key) const {
+  const Home home = HomeOf(HashKey(key), view());
+  const int64_t position = PositionOf(key, home);
+  return position < 0 ? kNoSlot
+                      : static_cast<Slot>(home.bucket * bucket_groups_ * kGroup + position);
+}
+
+void KeyIndex::Prefetch(int64_t key, bool whole) const {
+  const Home home = HomeOf(HashKey(key), view());
+  const uint8_t* digests = digests_of(home.bucket);
+  const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
+  if (!whole) {
+    __builtin_prefetch(digests + home.line() * kLine, 1);
+    __builtin_prefetch(bucket + home.group, 1);
     return;
   }
-  const auto* begin =
-      reinterpret_cast<const std::byte*>(v.entries + home.bucket * bucket_capacity_);
-  const int64_t bytes = std::min<int64_t>(bucket_capacity_, 256) * int64_t{sizeof(IndexEntry)};
-  for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(begin + byte);
+  for (int64_t line = 0; line < std::min<int64_t>(digest_lines_, 4); ++line) {
+    __builtin_prefetch(digests + line * kLine);
+  }
+  for (int64_t group = 0; group < std::min<int64_t>(bucket_groups_, 86); ++group) {
+    __builtin_prefetch(bucket + group);
+  }
 }
 
 KeyIndex::Insertion KeyIndex::FindOrInsert(int64_t key, uint64_t score) {
-  const IndexView v = view();
-  const Home home = HomeOf(HashKey(key), v);
-  const uint8_t* digests = v.digests + home.bucket * lines_per_bucket_ * kLine;
-  const int64_t first = home.bucket * bucket_capacity_;
-  const int64_t found = VisitMatches(digests, v.lines_per_bucket, home.line(), home.digest,
-                                     [&](int64_t at) { return v.entries[first + at].key == key; });
+  const Home home = HomeOf(HashKey(key), view());
+  const int64_t first = home.bucket * bucket_groups_ * kGroup;
+  const int64_t found = PositionOf(key, home);
   if (found >= 0) return {static_cast<Slot>(first + found), false};
-  const int64_t free = FirstFree(digests, v.lines_per_bucket, home);
+  const uint64_t* scores = groups()[home.bucket * bucket_groups_ + home.group].scores;
+  const auto* free_at_home = std::find(scores, scores + kGroup, uint64_t{0});
+  const int64_t free =
+      free_at_home != scores + kGroup
+          ? home.position() + (free_at_home - scores)
+          : FirstFree(digests_of(home.bucket), static_cast<uint32_t>(digest_lines_), home);
   if (free < 0) return {kNoSlot, false};
   const auto slot = static_cast<Slot>(first + free);
-  Put(slot, key, score);
+  Put(slot, key, score, kMissingRow);
   return {slot, true};
 }
 
-void KeyIndex::Put(Slot slot, int64_t key, uint64_t score) {
+void KeyIndex::Put(Slot slot, int64_t key, uint64_t score, Row row) {
   const Home home = HomeOf(HashKey(key), view());
-  *digest_of(slot) = home.digest;
-  entries()[slot] = {key, score};
-  CountAway(slot, home.position, 1);
+  IndexGroup& g = group(slot);
+  const int64_t at = slot % kGroup;
+  g.keys[at] = key;
+  g.scores[at] = score;
+  g.rows[at] = row;
+  digests_of(home.bucket)[slot - home.bucket * bucket_groups_ * kGroup] = home.digest;
+  CountAway(slot, home, 1);
 }
 
-void KeyIndex::CountAway(Slot slot, uint32_t home_position, int64_t delta) {
-  const int64_t offset = slot % bucket_capacity_ - home_position;
-  if (offset >= 0 && offset < kGroup) return;
+void KeyIndex::CountAway(Slot slot, const Home& home, int32_t delta) {
+  const int64_t home_group = home.bucket * bucket_groups_ + home.group;
+  if (slot / kGroup == home_group) return;
+  groups()[home_group].away += static_cast<uint32_t>(delta);
   std::atomic_ref<int64_t>(away_).fetch_add(delta, std::memory_order_relaxed);
 }
 
 void KeyIndex::Replace(Slot slot, int64_t key, uint64_t score) {
+  const Row same = row(slot);
   Erase(slot);
-  Put(slot, key, score);
+  Put(slot, key, score, same);
 }
 
 void KeyIndex::Erase(Slot slot) {
-  CountAway(slot, HomeOf(HashKey(entries()[slot].key), view()).position, -1);
-  *digest_of(slot) = kFreeDigest;
-  entries()[slot] = {0, 0};
+  const Home home = HomeOf(HashKey(key(slot)), view());
+  CountAway(slot, home, -1);
+  digests_of(home.bucket)[slot - home.bucket * bucket_groups_ * kGroup] = kFreeDigest;
+  IndexGroup& g = group(slot);
+  const int64_t at = slot % kGroup;
+  g.keys[at] = 0;
+  g.scores[at] = 0;
 }
 
 void KeyIndex::Grow(const std::function<void(Slot from, Slot to)>& moved) {
-  const int64_t buckets = capacity_ / bucket_capacity_;
-  const int64_t width = lines_per_bucket_ * kLine;
+  const int64_t buckets = this->buckets(), slots = this->slots();
+  const int64_t bucket_slots = bucket_groups_ * kGroup;
   // Both buffers first: growing them moves no key, so a failure leaves the index as it was.
-  digests_.Grow(static_cast<size_t>(2 * buckets * width));
-  entries_.Grow(static_cast<size_t>(2 * capacity_) * sizeof(IndexEntry));
+  digests_.Grow(static_cast<size_t>(2 * buckets * digest_lines_ * kLine));
+  groups_.Grow(static_cast<size_t>(2 * buckets * bucket_groups_) * sizeof(IndexGroup));
   PadDigests(buckets, 2 * buckets);
+  const IndexView old = view();
   const uint64_t new_bit = uint64_t{1} << splits_;
   constexpr int64_t kBucketsPerTask = 256;
   ParallelFor(CeilDiv(buckets, kBucketsPerTask), [&](int64_t task) {
     const int64_t begin = task * kBucketsPerTask;
     const int64_t end = std::min(begin + kBucketsPerTask, buckets);
-    for (auto slot = static_cast<Slot>(begin * bucket_capacity_); slot < end * bucket_capacity_;
-         ++slot) {
-      uint8_t* from = digest_of(slot);
-      if (*from == kFreeDigest || !(HashKey(entries()[slot].key) & new_bit)) continue;
-      const auto to = static_cast<Slot>(slot + capacity_);
-      *digest_of(to) = *from;
-      entries()[to] = entries()[slot];  // at the same position: whether it is at home stays
-      *from = kFreeDigest;
-      entries()[slot] = {0, 0};
-      moved(slot, to);
+    for (int64_t bucket = begin; bucket < end; ++bucket) {
+      const auto first = static_cast<Slot>(bucket * bucket_slots);
+      uint8_t* digests = digests_of(bucket);
+      uint8_t* new_digests = digests_of(bucket + buckets);
+      const auto split = [&](Slot from, const IndexEntry& entry) {
+        const uint64_t hash = HashKey(entry.key);
+        if (!(hash & new_bit)) return;
+        // At the same position, so whether it is at home stays.
+        const auto to = static_cast<Slot>(from + slots);
+        const int64_t at = from % kGroup;
+        group(to).keys[at] = entry.key;
+        group(to).scores[at] = entry.score;
+        group(to).rows[at] = entry.row;
+        group(from).keys[at] = 0;
+        group(from).scores[at] = 0;
+        new_digests[from - first] = std::exchange(digests[from - first], kFreeDigest);
+        const int64_t home = bucket * bucket_groups_ + HomeOf(hash, old).group;
+        if (from / kGroup != home) {
+          --groups()[home].away;
+          ++groups()[home + buckets * bucket_groups_].away;
+        }
+        moved(from, to);
+      };
+      VisitUsed(first, static_cast<Slot>(first + bucket_slots), split);
     }
   });
   ++splits_;
@@ -205,8 +237,8 @@ void KeyIndex::Grow(const std::function<void(Slot from, Slot to)>& moved) {
 
 void KeyIndex::Clear() {
   digests_.Clear();
-  entries_.Clear();
-  PadDigests(0, capacity_ / bucket_capacity_);
+  groups_.Clear();
+  PadDigests(0, buckets());
   size_ = away_ = 0;
 }
 

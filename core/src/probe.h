@@ -1,7 +1,7 @@
 // How a key is looked for: its bucket, its home group there and its digest. Shared by the index and
 // by the batch probe that is compiled for each instruction set.
 //
-// A group is the four entries of one cache line. Most keys lie in their home group, where they are
+// A group is the three slots of one cache line. Most keys lie in their home group, where they are
 // found without their digest.
 #pragma once
 
@@ -18,8 +18,7 @@
 
 namespace embstore {
 
-inline constexpr int64_t kLine = 64;
-inline constexpr int64_t kGroup = kLine / static_cast<int64_t>(sizeof(IndexEntry));
+inline constexpr int64_t kGroup = IndexGroup::kSlots;
 inline constexpr uint8_t kFreeDigest = 0;
 // Fills the last line of buckets whose capacity is no multiple of 64: neither free nor a key.
 inline constexpr uint8_t kPadDigest = 1;
@@ -27,49 +26,36 @@ inline constexpr uint8_t kPadDigest = 1;
 // Internal linkage on purpose: each instruction set gets its own copy.
 namespace {
 
-struct Home {
-  int64_t bucket;
-  uint32_t position;  // where the home group begins in the bucket
-  uint8_t digest;
-  uint32_t line() const { return position / kLine; }
-};
-
 inline Home HomeOf(uint64_t hash, const IndexView& index) {
   const uint64_t high = hash >> 32;
   const uint64_t base = (high * index.base_buckets) >> 32;
   const auto eight_bits = static_cast<uint32_t>(hash >> 24) & 0xff;
   // From bits that choose neither base bucket nor split but in the very largest tables.
   const auto twelve_bits = static_cast<uint32_t>((high & 0xff) << 4 | ((hash >> 20) & 0xf));
+  // The last group may be a part of one, and is nobody's home.
   const uint32_t groups = index.bucket_capacity / kGroup;
   return {static_cast<int64_t>(base + index.base_buckets * (hash & index.split_mask)),
-          ((twelve_bits * groups) >> 12) * static_cast<uint32_t>(kGroup),
-          static_cast<uint8_t>(2 + ((eight_bits * 254) >> 8))};
+          (twelve_bits * groups) >> 12, static_cast<uint8_t>(2 + ((eight_bits * 254) >> 8))};
 }
 
-// The entry of the group whose key it is, or -1. Says -1 for key 0 as well: the key of a free entry
-// is 0.
-inline int64_t FindInGroup(const IndexEntry* group, int64_t key) {
+// Which slot of the group has the key, or -1. Says -1 for key 0 as well: the key of a free slot is
+// 0.
+inline int64_t FindInGroup(const IndexGroup& group, int64_t key) {
   if (key == 0) return -1;
-  int64_t at = 0;
-  // Threads renew scores meanwhile. Of what the vectors compare only the keys count, but the thread
+  // Threads renew scores meanwhile. Of what the vector compares only the keys count, but the thread
   // sanitizer cannot know.
 #if defined(__AVX2__) && !defined(__SANITIZE_THREAD__)
-  const __m256i wanted = _mm256_set1_epi64x(key);
-  const auto* pair = reinterpret_cast<const __m256i*>(group);
-  const int low =
-      _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_load_si256(pair), wanted)));
-  const int high = _mm256_movemask_pd(
-      _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_load_si256(pair + 1), wanted)));
-  // Of every two numbers the first is a key and the second a score.
-  const auto keys = static_cast<uint32_t>(low | high << 4) & 0b01010101u;
-  if (!keys) return -1;
-  at = std::countr_zero(keys) / 2;
+  const __m256i keys = _mm256_load_si256(reinterpret_cast<const __m256i*>(&group));
+  const __m256i equal = _mm256_cmpeq_epi64(keys, _mm256_set1_epi64x(key));
+  const auto mask = static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(equal))) & 0b111u;
+  return mask ? std::countr_zero(mask) : -1;
 #else
-  while (group[at].key != key) {
+  int64_t at = 0;
+  while (group.keys[at] != key) {
     if (++at == kGroup) return -1;
   }
-#endif
   return at;
+#endif
 }
 
 // Bit i is set where line[i] == digest.
@@ -122,7 +108,7 @@ inline int64_t VisitMatches(const uint8_t* bucket_digests, uint32_t lines, uint3
 inline int64_t FirstFree(const uint8_t* bucket_digests, uint32_t lines, const Home& home) {
   uint32_t line = home.line();
   for (uint32_t seen = 0; seen < lines; ++seen) {
-    const int from = home.position % kLine;
+    const int from = home.position() % kLine;
     const uint64_t free = std::rotr(MatchLine(bucket_digests + line * kLine, kFreeDigest), from);
     if (free) return line * kLine + (from + std::countr_zero(free)) % kLine;
     if (++line == lines) line = 0;

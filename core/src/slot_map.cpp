@@ -18,8 +18,8 @@ constexpr int64_t kMaxSlots = int64_t{1} << 29;
 // Buckets of one line of digests, half full: a key that is missing costs one cache line, and a full
 // bucket is a matter of more than five standard deviations.
 constexpr int64_t kBucket = 64;
-constexpr int64_t kMaxCapacity = (int64_t{1} << 31) - 16384;
-constexpr Slot kStretch = 1 << 18;  // index entries that one step of Victims reads (4 MiB)
+constexpr int64_t kMaxCapacity = 1'900'000'000;
+constexpr Slot kStretch = 1 << 18;  // slots of the index that one step of Victims reads (5.6 MB)
 constexpr double kShare = 0.125;    // of a stretch that goes at least
 constexpr size_t kSample = 1024;
 
@@ -57,9 +57,7 @@ uint64_t SlotMap::Record(uint64_t frequency, int64_t time, int64_t slot) const {
 
 template <typename Visit>
 void SlotMap::VisitUsed(const Visit& visit) const {
-  for (Slot at = 0; at < index_.capacity(); ++at) {
-    if (index_.entry(at).score != 0) visit(at);
-  }
+  index_.VisitUsed(0, static_cast<Slot>(index_.slots()), visit);
 }
 
 // Times are kept in 27 bits: after 2^27 batches the older half of them becomes one time.
@@ -68,8 +66,8 @@ void SlotMap::Advance(int64_t time) {
   last_time_ = time;
   if (time - time_base_ <= kMostTime) return;
   const int64_t shift = time - time_base_ - kMostTime / 2;
-  VisitUsed([&](Slot at) {
-    const uint64_t record = index_.entry(at).score;
+  VisitUsed([&](Slot at, const IndexEntry& entry) {
+    const uint64_t record = entry.score;
     const auto old = static_cast<int64_t>(TimeOf(record));
     index_.set_score(at, Record(record >> kFrequencyShift,
                                 time_base_ + std::max<int64_t>(old - shift, 0), SlotOf(record)));
@@ -90,17 +88,19 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
   constexpr uint64_t kKept = ~(static_cast<uint64_t>(kMostTime) << kSlotBits);
   constexpr int64_t kBlock = 1024;
   Slot found[kBlock];
+  Row rows[kBlock];
   const auto n = static_cast<int64_t>(keys.size());
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t count = std::min(kBlock, n - begin);
-    kernels.find(view, keys.data() + begin, count, found, ScoreUpdate::kKeep, 0);
+    kernels.find(view, keys.data() + begin, count, found, rows, ScoreUpdate::kKeep, 0);
     for (int64_t i = 0; i < count; ++i) {
       if (found[i] == kNoSlot) [[unlikely]] {
         out[begin + i] = -1;
         NoteMissing(keys[static_cast<size_t>(begin + i)], static_cast<uint32_t>(begin + i));
         continue;
       }
-      uint64_t& record = view.entries[found[i]].score;
+      constexpr Slot kGroup = IndexGroup::kSlots;
+      uint64_t& record = view.groups[found[i] / kGroup].scores[found[i] % kGroup];
       uint64_t renewed = (record & kKept) | now;
       random_ = random_ * 6364136223846793005ULL + 1442695040888963407ULL;
       const uint64_t frequency = record >> kFrequencyShift;
@@ -143,7 +143,7 @@ int64_t SlotMap::TakeLowestFree() {
 }
 
 void SlotMap::Free(Slot at) {
-  const int64_t slot = SlotOf(index_.entry(at).score);
+  const int64_t slot = SlotOf(index_.score(at));
   const auto word = static_cast<size_t>(slot / 64);
   free_[word] |= uint64_t{1} << (slot % 64);
   first_free_word_ = std::min(first_free_word_, word);
@@ -173,7 +173,7 @@ std::span<const KeySlot> SlotMap::Admit() {
   admitted_.reserve(count);
   constexpr size_t kAhead = 8;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) index_.Prefetch(missing_[i + kAhead], /*entries=*/false);
+    if (i + kAhead < count) index_.Prefetch(missing_[i + kAhead], /*whole=*/false);
     const int64_t slot = TakeLowestFree();
     InsertKey(missing_[i], Record(first_frequency_, last_time_, slot));
     index_.AddSize(1);
@@ -201,14 +201,13 @@ void SlotMap::Forget(std::span<const int64_t> keys) {
 }
 
 void SlotMap::VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinned_time) {
-  const IndexEntry* entries = &index_.entry(0);
   const auto may_go = [&](uint64_t record) { return record != 0 && TimeOf(record) < pinned_time; };
   // The record below which `share` of the stretch lies, from a sample of it.
   sample_.clear();
   // An odd step, since positions within a bucket are filled in order and tell the age of a key.
   const Slot step = ((end - begin) / static_cast<Slot>(2 * kSample)) | 1;
   for (Slot at = begin; at < end; at += step) {
-    if (may_go(entries[at].score)) sample_.push_back(entries[at].score);
+    if (may_go(index_.score(at))) sample_.push_back(index_.score(at));
   }
   if (sample_.empty()) return;
   const auto rank = static_cast<size_t>(share * static_cast<double>(sample_.size()));
@@ -218,13 +217,11 @@ void SlotMap::VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinn
                      sample_.end());
     limit = sample_[rank];
   }
-  for (Slot at = begin; at < end; ++at) {
-    const uint64_t record = entries[at].score;
-    if (record - 1 < limit && may_go(record)) {  // a free entry is 0 and wraps around
-      victims_at_.push_back(at);
-      victims_.push_back({entries[at].key, SlotOf(record)});
-    }
-  }
+  index_.VisitUsed(begin, end, [&](Slot at, const IndexEntry& entry) {
+    if (entry.score > limit || !may_go(entry.score)) return;
+    victims_at_.push_back(at);
+    victims_.push_back({entry.key, SlotOf(entry.score)});
+  });
 }
 
 std::span<const KeySlot> SlotMap::Victims(int64_t count, int64_t pinned_from) {
@@ -233,17 +230,17 @@ std::span<const KeySlot> SlotMap::Victims(int64_t count, int64_t pinned_from) {
   const auto pinned_time =
       static_cast<uint64_t>(std::clamp<int64_t>(pinned_from - time_base_, 0, kMostTime + 1));
   if (count <= 0 || size() == 0) return victims_;
-  const auto capacity = static_cast<Slot>(index_.capacity());
+  const auto all = static_cast<Slot>(index_.slots());
   const double needed = 1.25 * static_cast<double>(count) / static_cast<double>(size());
   for (const double share : {std::clamp(needed, kShare, 1.0), 1.0}) {
     // In a second round everything unpinned may go: the first one starts again from nothing.
     victims_.clear();
     victims_at_.clear();
-    for (Slot seen = 0; seen < capacity;) {
-      const Slot end = std::min<Slot>(capacity, hand_ + kStretch);
+    for (Slot seen = 0; seen < all;) {
+      const Slot end = std::min<Slot>(all, hand_ + kStretch);
       VictimsOfStretch(hand_, end, share, pinned_time);
       seen += end - hand_;
-      hand_ = end == capacity ? 0 : end;
+      hand_ = end == all ? 0 : end;
       if (static_cast<int64_t>(victims_.size()) >= count) return victims_;
     }
   }
@@ -260,7 +257,7 @@ void SlotMap::Drop() {
 std::vector<KeySlot> SlotMap::Worst(int64_t count) const {
   std::vector<std::pair<uint64_t, int64_t>> records;
   records.reserve(static_cast<size_t>(size()));
-  VisitUsed([&](Slot at) { records.emplace_back(index_.entry(at).score, index_.entry(at).key); });
+  VisitUsed([&](Slot, const IndexEntry& entry) { records.emplace_back(entry.score, entry.key); });
   const auto kept = static_cast<std::ptrdiff_t>(std::clamp<int64_t>(count, 0, size()));
   std::partial_sort(records.begin(), records.begin() + kept, records.end());
   std::vector<KeySlot> worst;
@@ -274,10 +271,9 @@ std::vector<KeySlot> SlotMap::Worst(int64_t count) const {
 
 std::vector<KeySlot> SlotMap::UsedSince(int64_t since) const {
   std::vector<KeySlot> used;
-  VisitUsed([&](Slot at) {
-    const uint64_t record = index_.entry(at).score;
-    if (static_cast<int64_t>(TimeOf(record)) + time_base_ >= since) {
-      used.push_back({index_.entry(at).key, SlotOf(record)});
+  VisitUsed([&](Slot, const IndexEntry& entry) {
+    if (static_cast<int64_t>(TimeOf(entry.score)) + time_base_ >= since) {
+      used.push_back({entry.key, SlotOf(entry.score)});
     }
   });
   std::sort(used.begin(), used.end(),

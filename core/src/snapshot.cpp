@@ -32,7 +32,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table) : table_(std::move(table)) {
   if (table_->snapshot_) {
     throw InvalidState("table '" + table_->options_.name + "' has a snapshot already");
   }
-  marks_ = HugeBuffer(static_cast<size_t>(table_->index_->capacity()));
+  marks_ = HugeBuffer(static_cast<size_t>(table_->index_->slots()));
   rows_ = table_->index_->size();
   rows_per_block_ = std::max<int64_t>(
       16, kBlockBytes / (table_->row_stride_ + static_cast<int64_t>(sizeof(IndexEntry))));
@@ -71,7 +71,7 @@ void Snapshot::Preserve(Slot slot) {
       block.buffer.as<IndexEntry>()[block.count] = table_->index_->entry(slot);
       std::memcpy(block.buffer.as<std::byte>() + rows_per_block_ * int64_t{sizeof(IndexEntry)} +
                       block.count * stride,
-                  table_->row(slot), static_cast<size_t>(stride));
+                  table_->rows_.at(table_->index_->row(slot)), static_cast<size_t>(stride));
       ++block.count;
     }
     state.store(kSettled, std::memory_order_release);
@@ -114,35 +114,27 @@ void Snapshot::Emit(const Saved& block, int64_t first, int64_t count, Output& ou
 bool Snapshot::Walk(Output& out, int64_t room) {
   std::shared_lock guard(table_->lock_);
   table_->RequireOpen();
-  const int64_t capacity = table_->index_->capacity();
+  const int64_t all = table_->index_->slots();
   const int64_t step = std::min(room, kSlotsPerHold);
   const int64_t begin = next_.fetch_add(step, std::memory_order_relaxed);
-  if (begin >= capacity) {
+  if (begin >= all) {
     next_.fetch_sub(step, std::memory_order_relaxed);  // the table may grow yet
     return false;
   }
-  Slot slots[kSlotsPerHold];
+  Row numbers[kSlotsPerHold];
   int64_t n = 0;
-  for (int64_t slot = begin, end = std::min(begin + step, capacity); slot < end; ++slot) {
-    const auto s = static_cast<Slot>(slot);
-    if (!table_->index_->IsUsed(s) || mark(s).load(std::memory_order_relaxed) == kSettled) continue;
-    slots[n++] = s;
-    mark(s).store(kSettled, std::memory_order_relaxed);
-  }
-  if (out.values && n > 0) {
-    ActiveKernels().gather(table_->rows(), slots, n, nullptr,
-                           out.values + out.count * table_->options_.dim, DType::kFloat32,
-                           table_->options_.dim);
-  }
-  for (int64_t i = 0; i < n; ++i, ++out.count) {
-    const IndexEntry& entry = table_->index_->entry(slots[i]);
-    out.keys[out.count] = entry.key;
-    out.scores[out.count] = entry.score;
-    if (out.states) {
-      std::copy_n(table_->state(slots[i]), table_->state_width_,
-                  out.states + out.count * table_->state_width_);
-    }
-  }
+  const int64_t end = std::min(begin + step, all);
+  table_->index_->VisitUsed(static_cast<Slot>(begin), static_cast<Slot>(end),
+                            [&](Slot slot, const IndexEntry& entry) {
+                              if (mark(slot).load(std::memory_order_relaxed) == kSettled) return;
+                              mark(slot).store(kSettled, std::memory_order_relaxed);
+                              out.keys[out.count + n] = entry.key;
+                              out.scores[out.count + n] = entry.score;
+                              numbers[n++] = entry.row;
+                            });
+  table_->CopyRows(numbers, n, out.values ? out.values + out.count * table_->options_.dim : nullptr,
+                   out.states ? out.states + out.count * table_->state_width_ : nullptr);
+  out.count += n;
   return true;
 }
 

@@ -6,8 +6,8 @@
 #include <shared_mutex>
 
 #include "embstore/key_index.h"
-#include "embstore/memory.h"
 #include "embstore/parallel.h"
+#include "embstore/row_heap.h"
 #include "embstore/rw_lock.h"
 
 namespace embstore {
@@ -66,7 +66,7 @@ class MemoryStore final : public Store {
       throw InvalidArgument("capacity_rows should be at least 0 but is: " +
                             std::to_string(capacity_rows));
     }
-    rows_ = HugeBuffer(static_cast<size_t>(index_.capacity() * row_bytes));
+    rows_ = RowHeap(row_bytes, index_.capacity());
   }
 
   std::string Describe() const override { return "memory store"; }
@@ -79,40 +79,37 @@ class MemoryStore final : public Store {
   void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
            uint8_t* found) const override {
     std::shared_lock guard(lock_);
-    ForBlocks(keys, [&](int64_t first, std::span<const Slot> slots) {
-      const auto n = static_cast<int64_t>(slots.size());
+    ForBlocks(keys, [&](int64_t first, const Slot* slots, const Row* numbers, int64_t n) {
       for (int64_t i = 0; i < n; ++i) {
-        if (i + kRowsAhead < n) PrefetchRow(slots[static_cast<size_t>(i + kRowsAhead)]);
-        const Slot slot = slots[static_cast<size_t>(i)];
-        found[first + i] = slot != kNoSlot;
-        if (slot == kNoSlot) continue;
-        std::memcpy(rows + (first + i) * row_bytes(), row(slot), static_cast<size_t>(row_bytes()));
-        if (scores) scores[first + i] = index_.entry(slot).score;
+        if (i + kRowsAhead < n) PrefetchRow(numbers[i + kRowsAhead]);
+        found[first + i] = slots[i] != kNoSlot;
+        if (slots[i] == kNoSlot) continue;
+        std::memcpy(rows + (first + i) * row_bytes(), rows_.at(numbers[i]),
+                    static_cast<size_t>(row_bytes()));
+        if (scores) scores[first + i] = index_.score(slots[i]);
       }
     });
   }
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
     std::shared_lock guard(lock_);
-    ForBlocks(keys, [&](int64_t first, std::span<const Slot> slots) {
-      for (const Slot slot : slots) found[first++] = slot != kNoSlot;
+    ForBlocks(keys, [&](int64_t first, const Slot* slots, const Row*, int64_t n) {
+      for (int64_t i = 0; i < n; ++i) found[first + i] = slots[i] != kNoSlot;
     });
   }
 
   void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
     std::unique_lock guard(lock_);
     RequireRoom(keys);
-    places_.resize(keys.size());
+    numbers_.assign(keys.size(), kMissingRow);
     try {
       Place(keys, scores);
     } catch (...) {
-      // Keys that were placed must not be left with the bytes that their slots held before.
-      for (size_t i = 0; i < keys.size(); ++i) places_[i] = index_.Find(keys[i]);
-      CopyToPlaces(rows, 0, 1);
+      CopyRows(rows, 0, 1);  // keys that were placed must not be left with what their rows held
       throw;
     }
     const int threads = NumThreads();
-    ParallelFor(threads, [&](int64_t task) { CopyToPlaces(rows, task, threads); });
+    ParallelFor(threads, [&](int64_t task) { CopyRows(rows, task, threads); });
   }
 
   void Erase(std::span<const int64_t> keys) override {
@@ -120,6 +117,7 @@ class MemoryStore final : public Store {
     for (int64_t key : keys) {
       const Slot slot = index_.Find(key);
       if (slot == kNoSlot) continue;
+      rows_.Free(index_.row(slot));
       index_.Erase(slot);
       index_.AddSize(-1);
     }
@@ -149,60 +147,68 @@ class MemoryStore final : public Store {
   }
 
  private:
-  std::byte* row(Slot slot) const { return rows_.data() + slot * row_bytes(); }
-
-  void PrefetchRow(Slot slot) const {
-    if (slot == kNoSlot) return;
-    for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(row(slot) + byte);
+  void PrefetchRow(Row row) const {
+    if (row == kMissingRow) return;
+    for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(rows_.at(row) + byte);
   }
 
-  // visit(number of the first key, slots of this and the next keys) for all keys, on all threads.
+  // visit(number of the first key, slots and rows of this and the next keys, how many) for all
+  // keys, on all threads.
   template <typename Visit>
   void ForBlocks(std::span<const int64_t> keys, const Visit& visit) const {
     const auto n = static_cast<int64_t>(keys.size());
     ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
       Slot slots[kKeysPerTask];
+      Row numbers[kKeysPerTask];
       const int64_t first = task * kKeysPerTask, count = std::min(kKeysPerTask, n - first);
-      ActiveKernels().find(index_.view(), keys.data() + first, count, slots, ScoreUpdate::kKeep, 0);
-      visit(first, std::span<const Slot>(slots, static_cast<size_t>(count)));
+      ActiveKernels().find(index_.view(), keys.data() + first, count, slots, numbers,
+                           ScoreUpdate::kKeep, 0);
+      visit(first, slots, numbers, count);
     });
   }
 
-  // Gives every key a slot, in places_, and its score.
+  // Gives every key its score and a row, in numbers_.
   void Place(std::span<const int64_t> keys, const uint64_t* scores) {
-    uint64_t before = 0;
-    do {  // growing moves slots
-      before = layout_;
-      ActiveKernels().find(index_.view(), keys.data(), static_cast<int64_t>(keys.size()),
-                           places_.data(), ScoreUpdate::kKeep, 0);
-      for (size_t i = 0; i < keys.size(); ++i) {
-        // 0 means empty in the index. No table gives it, but a user may.
-        const uint64_t score = std::max<uint64_t>(scores[i], 1);
-        if (places_[i] == kNoSlot || layout_ != before) places_[i] = Insert(keys[i], score);
-        index_.set_score(places_[i], score);
-      }
-    } while (layout_ != before);
+    const auto n = static_cast<int64_t>(keys.size());
+    rows_.Require(std::min(index_.size() + n, index_.max_capacity()),
+                  "growing a memory store to " + std::to_string(index_.size() + n) + " rows");
+    places_.resize(keys.size());
+    ActiveKernels().find(index_.view(), keys.data(), n, places_.data(), numbers_.data(),
+                         ScoreUpdate::kKeep, 0);
+    const uint64_t before = layout_;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      // 0 means empty in the index. No table gives it, but a user may.
+      const uint64_t score = std::max<uint64_t>(scores[i], 1);
+      Slot slot = places_[i];
+      if (slot == kNoSlot || layout_ != before)
+        slot = Insert(keys[i], score);  // growing moves slots
+      index_.set_score(slot, score);
+      numbers_[i] = index_.row(slot);
+    }
   }
 
   Slot Insert(int64_t key, uint64_t score) {
     KeyIndex::Insertion place = index_.FindOrInsert(key, score);
     for (; place.slot == kNoSlot; place = index_.FindOrInsert(key, score)) Grow();
-    if (place.inserted) index_.AddSize(1);
+    if (place.inserted) {
+      index_.AddSize(1);
+      index_.set_row(place.slot, rows_.Next(0));
+      rows_.Take(1);
+    }
     return place.slot;
   }
 
-  // Copies the rows of one part of the slots, so that the last of equal keys is the last to be
-  // written.
-  void CopyToPlaces(const std::byte* rows, int64_t part, int64_t parts) {
-    const auto n = static_cast<int64_t>(places_.size());
+  // Copies one part of the rows, so that the last of equal keys is the last to be written.
+  void CopyRows(const std::byte* rows, int64_t part, int64_t parts) {
+    const auto n = static_cast<int64_t>(numbers_.size());
     for (int64_t i = 0; i < n; ++i) {
-      const Slot slot = places_[static_cast<size_t>(i)];
+      const Row row = numbers_[static_cast<size_t>(i)];
       if (i + kRowsAhead < n) {
-        const Slot next = places_[static_cast<size_t>(i + kRowsAhead)];
+        const Row next = numbers_[static_cast<size_t>(i + kRowsAhead)];
         if (next % parts == part) PrefetchRow(next);
       }
-      if (slot == kNoSlot || slot % parts != part) continue;
-      std::memcpy(row(slot), rows + i * row_bytes(), static_cast<size_t>(row_bytes()));
+      if (row == kMissingRow || row % parts != part) continue;
+      std::memcpy(rows_.at(row), rows + i * row_bytes(), static_cast<size_t>(row_bytes()));
     }
   }
 
@@ -226,12 +232,10 @@ class MemoryStore final : public Store {
 
   void Grow() {
     RequireAvailableMemory(
-        index_.bytes_to_grow() + rows_.size(),
+        index_.bytes_to_grow(),
         "growing a memory store to " + std::to_string(2 * index_.capacity()) + " rows");
-    rows_.Grow(static_cast<size_t>(2 * index_.capacity() * row_bytes()));
-    index_.Grow([this](Slot from, Slot to) {
-      std::memcpy(row(to), row(from), static_cast<size_t>(row_bytes()));
-    });
+    rows_.Grow(2 * index_.capacity());
+    index_.Grow([](Slot, Slot) {});
     ++layout_;
   }
 
@@ -239,21 +243,24 @@ class MemoryStore final : public Store {
     std::shared_lock guard(lock_);
     if (layout != layout_) throw InvalidState(Describe() + " was grown or cleared during a scan");
     block = {};
-    for (; next < index_.capacity() && static_cast<int64_t>(block.keys.size()) < max_rows; ++next) {
+    for (; next < index_.slots() && std::ssize(block.keys) < max_rows; ++next) {
       const auto slot = static_cast<Slot>(next);
       if (!index_.IsUsed(slot)) continue;
-      block.keys.push_back(index_.entry(slot).key);
-      block.scores.push_back(index_.entry(slot).score);
-      block.rows.insert(block.rows.end(), row(slot), row(slot) + row_bytes());
+      const IndexEntry entry = index_.entry(slot);
+      block.keys.push_back(entry.key);
+      block.scores.push_back(entry.score);
+      block.rows.insert(block.rows.end(), rows_.at(entry.row), rows_.at(entry.row) + row_bytes());
     }
   }
 
   const int64_t capacity_rows_;
   mutable RwLock lock_;
   KeyIndex index_;
-  mutable HugeBuffer rows_;
-  uint64_t layout_ = 0;       // changes when slots do
-  std::vector<Slot> places_;  // of the running Put
+  RowHeap rows_;
+  uint64_t layout_ = 0;  // changes when slots do
+  // Of the running Put: slots as they were found, and rows.
+  std::vector<Slot> places_;
+  std::vector<Row> numbers_;
 };
 
 }  // namespace

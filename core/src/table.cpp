@@ -3,7 +3,6 @@
 #include <time.h>
 
 #include <algorithm>
-#include <cstring>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -63,8 +62,11 @@ int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimiz
 }
 
 SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
-    : table_(std::move(table)), buffer_(static_cast<size_t>(n) * sizeof(Slot)), n_(n) {
-  std::fill_n(data(), n, kNoSlot);
+    : table_(std::move(table)),
+      buffer_(static_cast<size_t>(n) * (sizeof(Slot) + sizeof(Row))),
+      n_(n) {
+  std::fill_n(slots(), n, kNoSlot);
+  std::fill_n(rows(), n, kMissingRow);
   std::lock_guard guard(table_->lists_mutex_);
   table_->lists_.push_back(this);
 }
@@ -85,14 +87,13 @@ Table::Table(const TableOptions& options)
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
       initializer_(options.initializer, options.seed, options.name) {
   index_.emplace(options.index);
-  const auto row_bytes = static_cast<size_t>(index_->capacity() * row_stride_);
   RequireAvailableMemory(
-      index_->bytes() + row_bytes,
+      index_->bytes() + static_cast<size_t>(index_->capacity() * row_stride_),
       "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
-  rows_ = HugeBuffer(row_bytes);
+  rows_ = RowHeap(row_stride_, index_->capacity());
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (options_.store) {
-    dirty_.resize(static_cast<size_t>(index_->capacity()), 0);
+    dirty_.resize(static_cast<size_t>(index_->slots()), 0);
     options_.store->Attach();
   }
   ForkGuard::Add(this);
@@ -116,7 +117,7 @@ void Table::Close() {
     options_.store->Detach();
   }
   index_.reset();
-  rows_ = HugeBuffer();
+  rows_ = RowHeap();
   stamps_ = {};
   changes_.reset();
   dirty_ = {};
@@ -126,10 +127,6 @@ RowsView Table::rows() const {
   return {rows_.data(), row_stride_, options_.dim, options_.dtype, state_offset_};
 }
 
-std::byte* Table::row(Slot slot) const { return rows_.data() + slot * row_stride_; }
-
-float* Table::state(Slot slot) const { return reinterpret_cast<float*>(row(slot) + state_offset_); }
-
 TableStats Table::stats() const {
   std::shared_lock guard(lock_);
   TableStats stats = stats_;
@@ -137,7 +134,7 @@ TableStats Table::stats() const {
     stats.size = index_->size();
     stats.capacity = index_->capacity();
     stats.max_capacity = index_->max_capacity();
-    stats.bytes = static_cast<int64_t>(index_->bytes() + rows_.size());
+    stats.bytes = static_cast<int64_t>(index_->bytes()) + rows_.bytes();
     if (admission_) stats.bytes += admission_->bytes();
   }
   return stats;
@@ -235,21 +232,18 @@ Table::BatchScore Table::NextBatchScore() {
 }
 
 void Table::Grow() {
-  constexpr int64_t kMaxSlots = int64_t{1} << 31;
-  if (2 * index_->capacity() >= kMaxSlots) {
+  const int64_t old_slots = index_->slots(), new_capacity = 2 * index_->capacity();
+  if (2 * old_slots > INT32_MAX) {
     throw OutOfMemory("table '" + options_.name +
                       "' has as many slots as there can be: " + std::to_string(index_->capacity()));
   }
-  const size_t more = index_->bytes_to_grow() + rows_.size();
-  RequireAvailableMemory(more, "growing table '" + options_.name + "' to " +
-                                   std::to_string(2 * index_->capacity()) + " rows");
-  const int64_t old_capacity = index_->capacity();
-  rows_.Grow(static_cast<size_t>(2 * old_capacity * row_stride_));
-  if (snapshot_) snapshot_->Grow(2 * old_capacity);
-  if (changes_) changes_->Grow(2 * old_capacity);
-  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_capacity), 0);
+  RequireAvailableMemory(index_->bytes_to_grow(), "growing table '" + options_.name + "' to " +
+                                                      std::to_string(new_capacity) + " rows");
+  rows_.Grow(new_capacity);
+  if (snapshot_) snapshot_->Grow(2 * old_slots);
+  if (changes_) changes_->Grow(2 * old_slots);
+  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_slots), 0);
   index_->Grow([this](Slot from, Slot to) {
-    std::memcpy(row(to), row(from), static_cast<size_t>(row_stride_));
     if (snapshot_) snapshot_->Move(from, to);
     if (changes_) changes_->Move(from, to);
     if (tracks_dirty()) dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
@@ -257,11 +251,20 @@ void Table::Grow() {
   ++layout_;
   std::lock_guard guard(lists_mutex_);
   for (SlotList* list : lists_) {
-    for (Slot *slot = list->data(), *end = slot + list->size(); slot != end; ++slot) {
+    for (Slot *slot = list->slots(), *end = slot + list->size(); slot != end; ++slot) {
       // A pinned row is always used, so a free slot says that it moved: see KeyIndex::Grow.
-      if (*slot >= 0 && !index_->IsUsed(*slot)) *slot = static_cast<Slot>(*slot + old_capacity);
+      if (*slot >= 0 && !index_->IsUsed(*slot)) *slot = static_cast<Slot>(*slot + old_slots);
     }
   }
+}
+
+void Table::RequireRows(int64_t rows) {
+  rows_.Require(rows, "growing table '" + options_.name + "' to " + std::to_string(rows) + " rows");
+}
+
+void Table::FreeSlot(Slot slot) {
+  rows_.Free(index_->row(slot));
+  index_->Erase(slot);
 }
 
 void Table::GrowFor(const int64_t* keys, std::span<const uint32_t> missing) {
@@ -287,6 +290,7 @@ void Table::Reserve(int64_t rows) {
                           std::to_string(index_->max_capacity()) +
                           ") but is: " + std::to_string(rows));
   }
+  RequireRows(rows);
   while (index_->CanGrow() &&
          static_cast<double>(rows) >
              index_->max_load_factor() * static_cast<double>(index_->capacity())) {
@@ -294,19 +298,19 @@ void Table::Reserve(int64_t rows) {
   }
 }
 
-void Table::InitRow(Slot slot, int64_t key, const float* initial) {
+void Table::InitRow(Row row, int64_t key, const float* initial) {
   if (initial) {
-    ActiveKernels().store_vector(initial, options_.dim, options_.dtype, row(slot));
+    ActiveKernels().store_vector(initial, options_.dim, options_.dtype, rows_.at(row));
   } else if (options_.dtype == DType::kFloat32) {
     initializer_.Fill(key,
-                      {reinterpret_cast<float*>(row(slot)), static_cast<size_t>(options_.dim)});
+                      {reinterpret_cast<float*>(rows_.at(row)), static_cast<size_t>(options_.dim)});
   } else {
     thread_local std::vector<float> vector;
     vector.resize(static_cast<size_t>(options_.dim));
     initializer_.Fill(key, vector);
-    ActiveKernels().store_vector(vector.data(), options_.dim, options_.dtype, row(slot));
+    ActiveKernels().store_vector(vector.data(), options_.dim, options_.dtype, rows_.at(row));
   }
-  InitState(options_.optimizer, options_.dim, state(slot));
+  InitState(options_.optimizer, options_.dim, state_at(row));
 }
 
 void Table::InitialVector(int64_t key, float* out) const {

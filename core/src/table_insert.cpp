@@ -11,7 +11,7 @@
 namespace embstore {
 
 void Table::NextStamp() {
-  stamps_.resize(static_cast<size_t>(index_->capacity()), 0);
+  stamps_.resize(static_cast<size_t>(index_->slots()), 0);
   if (++stamp_ == 0) {
     std::fill(stamps_.begin(), stamps_.end(), uint8_t{0});
     stamp_ = 1;
@@ -27,7 +27,7 @@ void Table::StampPinned() {
       const int64_t begin = task * kSlotsPerTask;
       const int64_t end = std::min(begin + kSlotsPerTask, list->size());
       for (int64_t i = begin; i < end; ++i) {
-        const Slot slot = list->data()[i];
+        const Slot slot = list->slots()[i];
         if (slot < 0) continue;
         // Several threads may stamp the same slot, always with the same value.
         std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(slot)])
@@ -38,12 +38,16 @@ void Table::StampPinned() {
 }
 
 struct Table::InsertPass {
-  std::vector<uint32_t> inserted;  // occurrences whose key is new, one for each key
+  std::vector<uint32_t> inserted;  // occurrences whose key is new, one for each key, ascending
+  std::vector<uint32_t> repeated;  // later occurrences of these
   std::vector<uint32_t> blocked;   // occurrences whose bucket is full
   std::vector<Evicted> evicted;
 
   void Append(const InsertPass& part) {
+    const std::ptrdiff_t mine = std::ssize(inserted);
     inserted.insert(inserted.end(), part.inserted.begin(), part.inserted.end());
+    std::inplace_merge(inserted.begin(), inserted.begin() + mine, inserted.end());
+    repeated.insert(repeated.end(), part.repeated.begin(), part.repeated.end());
     blocked.insert(blocked.end(), part.blocked.begin(), part.blocked.end());
     evicted.insert(evicted.end(), part.evicted.begin(), part.evicted.end());
   }
@@ -51,8 +55,8 @@ struct Table::InsertPass {
 
 // Threads share the work by bucket, so that the keys of one bucket come in the order of the batch
 // whatever the number of threads.
-Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
-                                uint64_t score, bool evict) {
+Table::InsertPass Table::Insert(const int64_t* keys, Places places,
+                                std::span<const uint32_t> missing, uint64_t score, bool evict) {
   constexpr size_t kWorthSharing = 256;
   const int64_t parts = missing.size() < kWorthSharing ? 1 : NumThreads();
   std::vector<InsertPass> passes(static_cast<size_t>(parts));
@@ -77,43 +81,64 @@ Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, std::span<cons
       auto [slot, inserted] =
           evict ? KeyIndex::Insertion{index_->Find(key), false} : index_->FindOrInsert(key, score);
       if (slot != kNoSlot && !inserted && counts) {
-        index_->set_score(slot, index_->entry(slot).score + 1);
+        index_->set_score(slot, index_->score(slot) + 1);
       }
       if (inserted) AfterInsert(slot);
       if (slot == kNoSlot && evict) {
         slot = index_->Victim(index_->BucketOf(key), [&](Slot s) { return IsStamped(s); });
         if (slot != kNoSlot) {
           if (watched()) BeforeChange(slot);
-          const IndexEntry& victim = index_->entry(slot);
-          pass.evicted.push_back({victim.key, victim.score, slot});
+          const IndexEntry victim = index_->entry(slot);
+          pass.evicted.push_back({victim.key, victim.score, slot, victim.row});
           index_->Replace(slot, key, score);
           Stamp(slot);
           inserted = true;
         }
       }
-      slots[i] = slot;
-      if (slot == kNoSlot) pass.blocked.push_back(i);
-      if (inserted) pass.inserted.push_back(i);
+      places.slots[i] = slot;
+      places.rows[i] = kMissingRow;
+      (inserted ? pass.inserted : slot == kNoSlot ? pass.blocked : pass.repeated).push_back(i);
     }
   });
   for (int64_t part = 1; part < parts; ++part) passes[0].Append(passes[static_cast<size_t>(part)]);
-  return std::move(passes[0]);
+  InsertPass& pass = passes[0];
+  // Numbered in the order of the batch, so that rows do not depend on the threads either.
+  const auto number = [&](std::span<const uint32_t> occurrences, bool fresh) {
+    constexpr int64_t kPerTask = 2048, kAhead = 16;
+    const auto n = std::ssize(occurrences);
+    ParallelFor((n + kPerTask - 1) / kPerTask, [&](int64_t task) {
+      const int64_t end = std::min((task + 1) * kPerTask, n);
+      for (int64_t j = task * kPerTask; j < end; ++j) {
+        if (j + kAhead < end) {
+          index_->PrefetchSlot(places.slots[occurrences[static_cast<size_t>(j + kAhead)]]);
+        }
+        const uint32_t i = occurrences[static_cast<size_t>(j)];
+        if (fresh) index_->set_row(places.slots[i], rows_.Next(j));
+        places.rows[i] = index_->row(places.slots[i]);
+      }
+    });
+  };
+  number(pass.inserted, !evict);  // who replaces a victim has its row
+  number(pass.repeated, false);
+  if (!evict) rows_.Take(std::ssize(pass.inserted));
+  return std::move(pass);
 }
 
-int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
                              uint64_t score, const float* initial) {
   if (missing.empty()) return 0;
-  return InsertMissing(keys, slots, missing, score, Fetch(keys, missing), initial);
+  return InsertMissing(keys, places, missing, score, Fetch(keys, missing), initial);
 }
 
-int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
                              uint64_t score, const FetchedRows& below, const float* initial) {
   GrowFor(keys, missing);
+  RequireRows(std::min(index_->size() + std::ssize(missing), index_->capacity()));
   InsertPass done;  // inserted: keys that have no row yet
   std::vector<uint32_t> blocked(missing.begin(), missing.end());
   const auto insert_if_room = [&] {
-    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/false);
-    index_->AddSize(static_cast<int64_t>(more.inserted.size()));
+    InsertPass more = Insert(keys, places, blocked, score, /*evict=*/false);
+    index_->AddSize(std::ssize(more.inserted));
     blocked = std::move(more.blocked);
     done.inserted = std::move(more.inserted);
   };
@@ -125,11 +150,13 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
         constexpr int64_t kAhead = 8;
         if (j + kAhead < end) {
-          const std::byte* next = row(slots[done.inserted[static_cast<size_t>(j + kAhead)]]);
+          const std::byte* next =
+              rows_.at(places.rows[done.inserted[static_cast<size_t>(j + kAhead)]]);
           for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);
         }
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
-        FillRow(slots[i], keys[i], below, initial ? initial + i * options_.dim : nullptr);
+        FillRow(places.slots[i], places.rows[i], keys[i], below,
+                initial ? initial + i * options_.dim : nullptr);
       }
     });
     stats_.inserts += rows;
@@ -146,13 +173,13 @@ int64_t Table::InsertMissing(const int64_t* keys, Slot* slots, std::span<const u
     std::sort(blocked.begin(), blocked.end());
     finish_rows();  // stamps may fail as well
     StampPinned();
-    InsertPass more = Insert(keys, slots, blocked, score, /*evict=*/true);
+    InsertPass more = Insert(keys, places, blocked, score, /*evict=*/true);
     done.inserted = std::move(more.inserted);
     blocked = std::move(more.blocked);
     try {
       WriteBack(more.evicted);  // the last moment: rows are still those of the victims
     } catch (...) {
-      Undo(keys, slots, missing, done.inserted, more.evicted);
+      Undo(keys, places, missing, done.inserted, more.evicted);
       throw;
     }
     try {
@@ -210,9 +237,9 @@ void Table::LogEvictions(std::span<Evicted> evicted) {
     log_.scores.push_back(gone.score);
     if (!with_rows) continue;
     log_.values.resize(log_.values.size() + dim);
-    ActiveKernels().load_vector(row(gone.slot), options_.dim, options_.dtype,
+    ActiveKernels().load_vector(rows_.at(gone.row), options_.dim, options_.dtype,
                                 &log_.values[log_.values.size() - dim]);
-    log_.states.insert(log_.states.end(), state(gone.slot), state(gone.slot) + width);
+    log_.states.insert(log_.states.end(), state_at(gone.row), state_at(gone.row) + width);
   }
   const auto capacity = static_cast<size_t>(options_.eviction_log_capacity);
   if (log_.keys.size() <= capacity) return;

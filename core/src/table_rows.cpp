@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 4096;
 
-// Calls visit(i, slots, m) for blocks of keys, on several threads.
+// Calls visit(i, places, m) for blocks of keys, on several threads.
 template <typename Visit>
 void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& visit) {
   const auto n = static_cast<int64_t>(keys.size());
@@ -26,8 +26,9 @@ void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& v
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
     Slot slots[kKeysPerTask];
-    ActiveKernels().find(index, keys.data() + begin, m, slots, ScoreUpdate::kKeep, 0);
-    visit(begin, slots, m);
+    Row rows[kKeysPerTask];
+    ActiveKernels().find(index, keys.data() + begin, m, slots, rows, ScoreUpdate::kKeep, 0);
+    visit(begin, Places{slots, rows}, m);
   });
 }
 
@@ -49,8 +50,8 @@ void Table::Resident(std::span<const int64_t> keys, uint8_t* found) const {
 }
 
 void Table::LockedResident(std::span<const int64_t> keys, uint8_t* found) const {
-  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, int64_t m) {
-    for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
+  ForBlocks(*this, keys, [&](int64_t i, Places places, int64_t m) {
+    for (int64_t j = 0; j < m; ++j) found[i + j] = places.slots[j] != kNoSlot;
   });
 }
 
@@ -78,21 +79,21 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
     found_here.resize(keys.size());
     found = found_here.data();
   }
-  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, int64_t m) {
+  ForBlocks(*this, keys, [&](int64_t i, Places places, int64_t m) {
     if (values) {
-      ActiveKernels().gather(view, slots, m, nullptr, values + i * options_.dim, DType::kFloat32,
-                             options_.dim);
+      ActiveKernels().gather(view, places.rows, m, nullptr, values + i * options_.dim,
+                             DType::kFloat32, options_.dim);
     }
     for (int64_t j = 0; j < m; ++j) {
-      const Slot slot = slots[j];
+      const Slot slot = places.slots[j];
       if (found) found[i + j] = slot != kNoSlot;
-      if (scores) scores[i + j] = slot == kNoSlot ? 0 : index_->entry(slot).score;
+      if (scores) scores[i + j] = slot == kNoSlot ? 0 : index_->score(slot);
       if (!states) continue;
       float* out = states + (i + j) * width;
       if (slot == kNoSlot) {
         std::fill_n(out, width, 0.0f);
       } else {
-        std::copy_n(state(slot), width, out);
+        std::copy_n(state_at(places.rows[j]), width, out);
       }
     }
   });
@@ -113,28 +114,31 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   }
 }
 
-void Table::FindAll(std::span<const int64_t> keys, Slot* slots, BatchScore score) {
+void Table::FindAll(std::span<const int64_t> keys, Places places, BatchScore score) {
   const auto n = static_cast<int64_t>(keys.size());
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
-    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), slots + begin,
+    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), places.From(begin),
              score);
   });
 }
 
-void Table::FindHere(std::span<const int64_t> keys, Slot* slots, BatchScore score) {
+void Table::FindHere(std::span<const int64_t> keys, Places places, BatchScore score) {
   const auto find = ActiveKernels().find;
   const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
-    find(view, keys.data(), n, slots, score.update, score.score);
+    find(view, keys.data(), n, places.slots, places.rows, score.update, score.score);
     return;
   }
   // The score of a hit changes as well, so its row is announced first.
-  find(view, keys.data(), n, slots, ScoreUpdate::kKeep, 0);
-  BeforeChange({slots, keys.size()});
+  find(view, keys.data(), n, places.slots, places.rows, ScoreUpdate::kKeep, 0);
+  BeforeChange({places.slots, keys.size()});
   for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] != kNoSlot) RenewScore(view.entries[slots[i]], score.update, score.score);
+    const Slot slot = places.slots[i];
+    if (slot == kNoSlot) continue;
+    RenewScore(view.groups[slot / IndexGroup::kSlots].scores[slot % IndexGroup::kSlots],
+               score.update, score.score);
   }
 }
 
@@ -156,8 +160,8 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
   // them.
   for (int64_t i = 0; scores && i < n; ++i) last_timestamp_ = std::max(last_timestamp_, scores[i]);
-  Slot* slots = list->data();
-  FindAll(keys, slots, batch);
+  Slot* slots = list->slots();
+  FindAll(keys, list->places(), batch);
   if (watched())
     BeforeChange({slots, static_cast<size_t>(n)});  // rows change even where scores stay
   std::vector<uint32_t> missing;
@@ -166,22 +170,23 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   }
   // A row that is replaced as a whole need not be fetched.
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
-  const int64_t refused = InsertMissing(keys.data(), slots, missing, batch.score,
+  const int64_t refused = InsertMissing(keys.data(), list->places(), missing, batch.score,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
                                         values);  // cheaper than what they would begin with
-  Grouping grouping(slots, n, index_->capacity());
+  Grouping grouping(list->rows(), n, rows_.used());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Scatter(chunk); });
   ParallelFor(grouping.partitions(), [&](int64_t partition) {
     const std::span<Occurrence> sorted = grouping.Sort(partition);
     for (size_t j = 0; j < sorted.size(); ++j) {
-      if (j + 1 < sorted.size() && sorted[j + 1].slot == sorted[j].slot) continue;
-      const auto slot = static_cast<Slot>(sorted[j].slot);
+      if (j + 1 < sorted.size() && sorted[j + 1].row == sorted[j].row) continue;
+      const auto row = static_cast<Row>(sorted[j].row);
       const int64_t i = sorted[j].index;
+      const Slot slot = slots[i];
       ActiveKernels().store_vector(values + i * options_.dim, options_.dim, options_.dtype,
-                                   row(slot));
-      if (states) std::copy_n(states + i * state_width_, state_width_, state(slot));
+                                   rows_.at(row));
+      if (states) std::copy_n(states + i * state_width_, state_width_, state_at(row));
       if (scores) index_->set_score(slot, scores[i]);
       if (tracks_dirty()) MarkDirty(slot);
     }
@@ -208,7 +213,7 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
       changes_->Unmark(slot);
       changes_->Remove(key);
     }
-    index_->Erase(slot);
+    FreeSlot(slot);
     Stamp(slot);
     ++erased;
   }
@@ -216,8 +221,9 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   if (erased == 0) return only_below;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) {
-    for (Slot *slot = list->data(), *end = slot + list->size(); slot != end; ++slot) {
-      if (*slot >= 0 && IsStamped(*slot)) *slot = kNoSlot;
+    const Places places = list->places();
+    for (int64_t i = 0; i < list->size(); ++i) {
+      if (places.slots[i] >= 0 && IsStamped(places.slots[i])) places.Forget(i);
     }
   }
   return erased + only_below;
@@ -238,12 +244,11 @@ int64_t Table::CountOnlyBelow(std::span<const int64_t> keys) const {
 void Table::Clear() {
   std::unique_lock guard(lock_);
   RequireOpen();
-  for (int64_t i = 0; watched() && i < index_->capacity(); ++i) {
-    const auto slot = static_cast<Slot>(i);
-    if (!index_->IsUsed(slot)) continue;
+  const auto all = static_cast<Slot>(watched() ? index_->slots() : 0);
+  index_->VisitUsed(0, all, [&](Slot slot, const IndexEntry& entry) {
     if (snapshot_) snapshot_->Preserve(slot);
-    if (changes_) changes_->Remove(index_->entry(slot).key);
-  }
+    if (changes_) changes_->Remove(entry.key);
+  });
   if (changes_) changes_->UnmarkAll();
   if (options_.store) options_.store->Clear();
   ForgetRows();
@@ -264,9 +269,9 @@ void Table::SetOptimizer(const OptimizerOptions& optimizer) {
   InitState(optimizer, options_.dim, after.data());
   options_.optimizer = optimizer;
   if (before == after) return;
-  for (Slot slot = 0; slot < static_cast<Slot>(index_->capacity()); ++slot) {
-    if (!index_->IsUsed(slot) || !std::equal(before.begin(), before.end(), state(slot))) continue;
-    std::copy(after.begin(), after.end(), state(slot));
+  for (Row row = 0; row < static_cast<Row>(rows_.used()); ++row) {  // free ones do not matter
+    if (!std::equal(before.begin(), before.end(), state_at(row))) continue;
+    std::copy(after.begin(), after.end(), state_at(row));
   }
 }
 
@@ -277,10 +282,13 @@ void Table::ForgetRows() {
   ++layout_;
   ++contents_;
   std::lock_guard lists_guard(lists_mutex_);
-  for (SlotList* list : lists_) std::fill_n(list->data(), list->size(), kNoSlot);
+  for (SlotList* list : lists_) {
+    std::fill_n(list->slots(), list->size(), kNoSlot);
+    std::fill_n(list->rows(), list->size(), kMissingRow);
+  }
 }
 
-// The slots of [begin, end) that are wanted, ascending.
+// The used slots of [begin, end) that are wanted, ascending.
 template <typename Wanted>
 std::vector<Slot> Table::Select(int64_t begin, int64_t end, const Wanted& wanted) const {
   constexpr int64_t kSlotsPerTask = 1 << 15;
@@ -290,13 +298,26 @@ std::vector<Slot> Table::Select(int64_t begin, int64_t end, const Wanted& wanted
     std::vector<Slot>& part = parts[static_cast<size_t>(task)];
     const int64_t first = begin + task * kSlotsPerTask;
     const int64_t last = std::min(first + kSlotsPerTask, end);
-    for (int64_t slot = first; slot < last; ++slot) {
-      if (wanted(static_cast<Slot>(slot))) part.push_back(static_cast<Slot>(slot));
-    }
+    index_->VisitUsed(static_cast<Slot>(first), static_cast<Slot>(last),
+                      [&](Slot slot, const IndexEntry& entry) {
+                        if (wanted(slot, entry)) part.push_back(slot);
+                      });
   });
   std::vector<Slot> slots;
   for (const std::vector<Slot>& part : parts) slots.insert(slots.end(), part.begin(), part.end());
   return slots;
+}
+
+void Table::CopyRows(const Row* numbers, int64_t n, float* values, float* states) const {
+  if (values) {
+    ActiveKernels().gather(rows(), numbers, n, nullptr, values, DType::kFloat32, options_.dim);
+  }
+  if (!states) return;
+  constexpr int64_t kAhead = 8;
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(state_at(numbers[i + kAhead]));
+    std::copy_n(state_at(numbers[i]), state_width_, states + i * state_width_);
+  }
 }
 
 RowBlock Table::Collect(std::span<const Slot> slots, bool with_values, bool with_states) const {
@@ -306,23 +327,18 @@ RowBlock Table::Collect(std::span<const Slot> slots, bool with_values, bool with
   block.scores.resize(slots.size());
   if (with_values) block.values.resize(slots.size() * static_cast<size_t>(options_.dim));
   if (with_states) block.states.resize(slots.size() * static_cast<size_t>(state_width_));
-  const RowsView view = rows();
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, end = std::min(begin + kKeysPerTask, n);
-    if (with_values) {
-      ActiveKernels().gather(view, slots.data() + begin, end - begin, nullptr,
-                             block.values.data() + begin * options_.dim, DType::kFloat32,
-                             options_.dim);
-    }
+    Row numbers[kKeysPerTask];
     for (int64_t i = begin; i < end; ++i) {
-      const IndexEntry& entry = index_->entry(slots[static_cast<size_t>(i)]);
+      const IndexEntry entry = index_->entry(slots[static_cast<size_t>(i)]);
       block.keys[static_cast<size_t>(i)] = entry.key;
       block.scores[static_cast<size_t>(i)] = entry.score;
-      if (with_states) {
-        std::copy_n(state(slots[static_cast<size_t>(i)]), state_width_,
-                    block.states.data() + i * state_width_);
-      }
+      numbers[i - begin] = entry.row;
     }
+    float* values = with_values ? block.values.data() + begin * options_.dim : nullptr;
+    float* states = with_states ? block.states.data() + begin * state_width_ : nullptr;
+    CopyRows(numbers, end - begin, values, states);
   });
   return block;
 }
@@ -338,18 +354,15 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
   if (cursor.layout != layout_) {
     throw InvalidState("table '" + options_.name + "' was grown or cleared during an export");
   }
-  // A free slot has score 0, so the scan looks at the scores alone.
-  const uint64_t least = std::max<uint64_t>(min_score, 1);
-  const int64_t capacity = index_->capacity();
+  const int64_t all = index_->slots();
   std::vector<Slot> slots;
   int64_t next = cursor.next;
   // The window widens while few rows match, so that a rare match costs no more calls than a common
   // one.
-  for (int64_t window = 2 * max_rows; next < capacity && std::ssize(slots) < max_rows;
-       window *= 2) {
-    const int64_t end = std::min(next + window, capacity);
+  for (int64_t window = 2 * max_rows; next < all && std::ssize(slots) < max_rows; window *= 2) {
+    const int64_t end = std::min(next + window, all);
     const std::vector<Slot> more =
-        Select(next, end, [&](Slot slot) { return index_->entry(slot).score >= least; });
+        Select(next, end, [&](Slot, const IndexEntry& entry) { return entry.score >= min_score; });
     slots.insert(slots.end(), more.begin(), more.end());
     next = end;
   }
@@ -357,7 +370,7 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
     next = slots[static_cast<size_t>(max_rows)];
     slots.resize(static_cast<size_t>(max_rows));
   }
-  cursor.next = next < capacity ? next : -1;
+  cursor.next = next < all ? next : -1;
   return Collect(slots, with_values, with_states);
 }
 
@@ -383,7 +396,7 @@ void Table::AfterInsert(Slot slot) {
 void Table::TrackChanges(bool on) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  changes_ = on ? std::make_unique<ChangeSet>(index_->capacity()) : nullptr;
+  changes_ = on ? std::make_unique<ChangeSet>(index_->slots()) : nullptr;
 }
 
 Table::Changes Table::TakeChanges(bool with_states) {
@@ -392,16 +405,15 @@ Table::Changes Table::TakeChanges(bool with_states) {
   if (!changes_) {
     throw InvalidState("changes of table '" + options_.name + "' should be tracked but are not");
   }
-  const std::vector<Slot> slots = Select(0, index_->capacity(), [&](Slot slot) {
-    return changes_->IsMarked(slot) && index_->IsUsed(slot);
-  });
+  const std::vector<Slot> slots = Select(
+      0, index_->slots(), [&](Slot slot, const IndexEntry&) { return changes_->IsMarked(slot); });
   Changes taken{Collect(slots, true, with_states), {}};
   for (int64_t key : changes_->removed()) {
     if (index_->Find(key) == kNoSlot) taken.removed.push_back(key);
   }
   std::sort(taken.removed.begin(), taken.removed.end());
   taken.removed.erase(std::unique(taken.removed.begin(), taken.removed.end()), taken.removed.end());
-  changes_ = std::make_unique<ChangeSet>(index_->capacity());
+  changes_ = std::make_unique<ChangeSet>(index_->slots());
   return taken;
 }
 

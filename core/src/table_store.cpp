@@ -34,15 +34,16 @@ FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing)
   return FetchedRows(*options_.store, keys, missing, /*with_scores=*/counts_occurrences());
 }
 
-void Table::FillRow(Slot slot, int64_t key, const FetchedRows& below, const float* initial) {
+void Table::FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below,
+                    const float* initial) {
   const FetchedRows::Row fetched = below.Find(key);
   if (tracks_dirty()) dirty_[static_cast<size_t>(slot)] = 0;
   if (!fetched.data) {
-    InitRow(slot, key, initial);
+    InitRow(row, key, initial);
     return;
   }
-  std::memcpy(row(slot), fetched.data, static_cast<size_t>(stored_row_bytes()));
-  if (fetched.score) index_->set_score(slot, index_->entry(slot).score + fetched.score);
+  std::memcpy(rows_.at(row), fetched.data, static_cast<size_t>(stored_row_bytes()));
+  if (fetched.score) index_->set_score(slot, index_->score(slot) + fetched.score);
   std::atomic_ref<int64_t>(stats_.fetches).fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -65,7 +66,7 @@ void Table::WriteBack(std::span<const Evicted> rows) {
       const Evicted& gone = *dirty[begin + j];
       keys[j] = gone.key;
       scores[j] = gone.score;
-      std::memcpy(buffer.as<std::byte>() + j * bytes, row(gone.slot), bytes);
+      std::memcpy(buffer.as<std::byte>() + j * bytes, rows_.at(gone.row), bytes);
     }
     options_.store->Put(keys, buffer.as<std::byte>(), scores.data());
     if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
@@ -75,58 +76,63 @@ void Table::WriteBack(std::span<const Evicted> rows) {
 }
 
 // The rows of victims and of free slots have not been touched, so the index alone has to go back.
-void Table::Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+void Table::Undo(const int64_t* keys, Places places, std::span<const uint32_t> missing,
                  std::span<const uint32_t> inserted, std::span<const Evicted> evicted) {
   for (const Evicted& gone : evicted) index_->Replace(gone.slot, gone.key, gone.score);
   int64_t erased = 0;
   for (uint32_t i : inserted) {
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;  // it had the place of a victim
-    index_->Erase(slot);
+    FreeSlot(slot);
     ++erased;
   }
   index_->AddSize(-erased);
-  for (uint32_t i : missing) slots[i] = index_->Find(keys[i]);
+  for (uint32_t i : missing) FindOne(keys[i], places.From(i));
 }
 
-std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Slot* slots) {
+void Table::FindOne(int64_t key, Places place) const {
+  *place.slots = index_->Find(key);
+  *place.rows = *place.slots == kNoSlot ? kMissingRow : index_->row(*place.slots);
+}
+
+std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Places places) {
   const auto n = static_cast<int64_t>(keys.size());
   std::vector<uint32_t> missing;
-  FindAll(keys, slots, {ScoreUpdate::kKeep, 0});
+  FindAll(keys, places, {ScoreUpdate::kKeep, 0});
   for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
+    if (places.slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
   }
   return missing;
 }
 
 // Gives those of the missing keys a slot that were fetched.
-void Table::Install(std::span<const int64_t> keys, Slot* slots, std::vector<uint32_t> missing,
+void Table::Install(std::span<const int64_t> keys, Places places, std::vector<uint32_t> missing,
                     const FetchedRows& below) {
   std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
   if (missing.empty()) return;
   // The lowest score: a row that is brought up and then not used goes first.
-  InsertMissing(keys.data(), slots, missing, 1, below, nullptr);
+  InsertMissing(keys.data(), places, missing, 1, below, nullptr);
   if (!counts_occurrences()) return;
   for (uint32_t i : missing) {  // coming up is no occurrence
-    if (slots[i] == kNoSlot) continue;
-    index_->set_score(slots[i], std::max<uint64_t>(below.Find(keys[i]).score, 1));
+    if (places.slots[i] == kNoSlot) continue;
+    index_->set_score(places.slots[i], std::max<uint64_t>(below.Find(keys[i]).score, 1));
   }
 }
 
-void Table::BringUp(std::span<const int64_t> keys, Slot* slots) {
-  std::vector<uint32_t> missing = FindMissing(keys, slots);
+void Table::BringUp(std::span<const int64_t> keys, Places places) {
+  std::vector<uint32_t> missing = FindMissing(keys, places);
   if (!options_.store || missing.empty()) return;
   const FetchedRows below = Fetch(keys.data(), missing);
-  Install(keys, slots, std::move(missing), below);
+  Install(keys, places, std::move(missing), below);
 }
 
 std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   RequireStore();
   auto list = std::make_unique<SlotList>(shared_from_this(), static_cast<int64_t>(keys.size()));
-  Slot* slots = list->data();
+  const Places places = list->places();
   std::unique_lock guard(lock_);
   RequireOpen();
-  std::vector<uint32_t> missing = FindMissing(keys, slots);
+  std::vector<uint32_t> missing = FindMissing(keys, places);
   if (missing.empty()) return list;
   ++prefetches_;
   const uint64_t contents = contents_;
@@ -142,17 +148,17 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   const bool all_changed = contents != contents_;
   std::vector<uint32_t> current, stale;
   for (uint32_t i : missing) {
-    slots[i] = index_ ? index_->Find(keys[i]) : kNoSlot;
-    if (slots[i] != kNoSlot) continue;  // the training brought it up itself
+    if (index_) FindOne(keys[i], places.From(i));
+    if (places.slots[i] != kNoSlot) continue;  // the training brought it up itself
     (all_changed || changed_below_.contains(keys[i]) ? stale : current).push_back(i);
   }
   if (--prefetches_ == 0) changed_below_.clear();
   if (failure) std::rethrow_exception(failure);
   RequireOpen();
-  Install(keys, slots, std::move(current), below);
+  Install(keys, places, std::move(current), below);
   if (!stale.empty()) {
     below = Fetch(keys.data(), stale);
-    Install(keys, slots, std::move(stale), below);
+    Install(keys, places, std::move(stale), below);
   }
   return list;
 }
@@ -163,11 +169,11 @@ void Table::WriteBackDirty() {
     WriteBack(rows);
     rows.clear();
   };
-  for (Slot slot = 0; slot < static_cast<Slot>(index_->capacity()); ++slot) {
-    if (!dirty_[static_cast<size_t>(slot)] || !index_->IsUsed(slot)) continue;
-    rows.push_back({index_->entry(slot).key, index_->entry(slot).score, slot});
+  index_->VisitUsed(0, static_cast<Slot>(index_->slots()), [&](Slot slot, const IndexEntry& entry) {
+    if (!dirty_[static_cast<size_t>(slot)]) return;
+    rows.push_back({entry.key, entry.score, slot, entry.row});
     if (rows.size() == kRowsPerPut) write();
-  }
+  });
   write();
 }
 

@@ -241,7 +241,7 @@ TEST(Gradients by key pass missing keys by and say how many) {
 }
 
 TEST(Several tables are updated in one call, the same for any number of threads) {
-  std::vector<std::map<int64_t, Row>> first;
+  std::vector<std::map<int64_t, RowValues>> first;
   for (int threads : {1, 2, 4}) {
     SetNumThreads(threads);
     std::vector<std::shared_ptr<Table>> tables;

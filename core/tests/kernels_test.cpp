@@ -293,7 +293,7 @@ std::vector<Occurrence> SkewedOccurrences(int64_t n, int64_t row_count) {
     sorted.push_back({static_cast<uint32_t>(slot), static_cast<uint32_t>(i)});
   }
   std::sort(sorted.begin(), sorted.end(), [](const Occurrence& a, const Occurrence& b) {
-    return a.slot != b.slot ? a.slot < b.slot : a.index < b.index;
+    return a.row != b.row ? a.row < b.row : a.index < b.index;
   });
   return sorted;
 }
@@ -302,7 +302,7 @@ std::map<uint32_t, std::vector<float>> SumsInOrder(const std::vector<Occurrence>
                                                    const Gradients& gradients, int64_t dim) {
   std::map<uint32_t, std::vector<float>> sums;
   for (const Occurrence& occurrence : sorted) {
-    auto [sum, is_new] = sums.try_emplace(occurrence.slot, dim);
+    auto [sum, is_new] = sums.try_emplace(occurrence.row, dim);
     for (int64_t c = 0; c < dim; ++c) {
       const float term = gradients.At(occurrence.index, c);
       sum->second[c] = is_new ? term : sum->second[c] + term;

@@ -37,7 +37,7 @@ Batch RandomBatch(int64_t bags, int64_t range, uint64_t seed) {
 
 // One key at a time, in float32 and in order, as the kernels promise.
 std::vector<float> PoolOracle(const Batch& batch, bool mean, bool weighted, int64_t dim,
-                              const std::map<int64_t, Row>& rows) {
+                              const std::map<int64_t, RowValues>& rows) {
   std::vector<float> out;
   for (size_t bag = 0; bag + 1 < batch.offsets.size(); ++bag) {
     const auto begin = static_cast<size_t>(batch.offsets[bag]);
@@ -211,7 +211,7 @@ TEST(Several tables of different dimensions in one call equal calls of their own
 
 TEST(Eviction and growth are the same for any number of threads) {
   for (ScoreStrategy strategy : {ScoreStrategy::kStep, ScoreStrategy::kLfu}) {
-    std::vector<std::map<int64_t, Row>> results;
+    std::vector<std::map<int64_t, RowValues>> results;
     for (int threads : {1, 2, 4}) {
       SetNumThreads(threads);
       TableOptions options = SmallTable(2, 2048);

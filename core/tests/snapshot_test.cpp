@@ -22,7 +22,7 @@ TableOptions GrowingTable() {
 }
 
 // Everything that is left of a snapshot, in blocks of an ugly size.
-void ReadAll(Snapshot& snapshot, std::map<int64_t, Row>& rows, std::mutex& mutex) {
+void ReadAll(Snapshot& snapshot, std::map<int64_t, RowValues>& rows, std::mutex& mutex) {
   constexpr size_t kRows = 97;
   const auto dim = static_cast<size_t>(snapshot.table().dim());
   const auto width = static_cast<size_t>(snapshot.table().state_width());
@@ -33,7 +33,7 @@ void ReadAll(Snapshot& snapshot, std::map<int64_t, Row>& rows, std::mutex& mutex
              snapshot.Read(kRows, keys.data(), values.data(), states.data(), scores.data())) {
     std::lock_guard guard(mutex);
     for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
-      Row row;
+      RowValues row;
       row.value.assign(values.data() + i * dim, values.data() + (i + 1) * dim);
       row.state.assign(states.data() + i * width, states.data() + (i + 1) * width);
       row.score = scores[i];
@@ -47,8 +47,8 @@ TEST(Two threads read a snapshot while others train grow and erase) {
   for (uint64_t round = 0; round < 4; ++round) {
     const auto table = Table::Create(GrowingTable());
     LookUpOne(table, RandomKeys(4000, 3000, round));
-    const std::map<int64_t, Row> before = AllRows(*table);
-    std::map<int64_t, Row> seen;
+    const std::map<int64_t, RowValues> before = AllRows(*table);
+    std::map<int64_t, RowValues> seen;
     {
       Snapshot snapshot(table);
       CHECK_EQ(snapshot.rows(), static_cast<int64_t>(before.size()));

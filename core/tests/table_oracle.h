@@ -64,21 +64,21 @@ inline Forward LookUpOne(const std::shared_ptr<Table>& table, const std::vector<
   return forward;
 }
 
-struct Row {
+struct RowValues {
   std::vector<float> value, state;
   uint64_t score = 0;
-  bool operator==(const Row&) const = default;
+  bool operator==(const RowValues&) const = default;
 };
 
 // All rows by key, read in blocks of an ugly size.
-inline std::map<int64_t, Row> AllRows(const Table& table, uint64_t min_score = 0) {
-  std::map<int64_t, Row> rows;
+inline std::map<int64_t, RowValues> AllRows(const Table& table, uint64_t min_score = 0) {
+  std::map<int64_t, RowValues> rows;
   const auto dim = static_cast<size_t>(table.dim());
   const auto width = static_cast<size_t>(table.state_width());
   for (Table::Cursor cursor; cursor.next >= 0;) {
     const RowBlock block = table.Export(cursor, 97, min_score, true, true);
     for (size_t i = 0; i < block.keys.size(); ++i) {
-      Row& row = rows[block.keys[i]];
+      RowValues& row = rows[block.keys[i]];
       const auto value = block.values.begin() + static_cast<std::ptrdiff_t>(i * dim);
       row.value.assign(value, value + static_cast<std::ptrdiff_t>(dim));
       const auto state = block.states.begin() + static_cast<std::ptrdiff_t>(i * width);

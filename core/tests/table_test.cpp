@@ -173,7 +173,7 @@ TEST(Growing keeps every row and its state) {
     options.optimizer.kind = OptimizerKind::kAdam;
     options.index.max_load_factor = 0.75;
     const auto table = Table::Create(options);
-    std::map<int64_t, Row> before;
+    std::map<int64_t, RowValues> before;
     for (int64_t step = 0; step < 10; ++step) {
       LookUpOne(table, Range(step * 1023 - 5000, (step + 1) * 1023 - 5000));
       auto after = AllRows(*table);
@@ -349,7 +349,7 @@ TEST(Bad arguments are named and change nothing) {
 }
 
 TEST(Memory that cannot be had leaves the table as it was) {
-  TableOptions options = SmallTable(65536, (int64_t{1} << 31) - 16384);
+  TableOptions options = SmallTable(65536, 1'900'000'000);
   options.optimizer.kind = OptimizerKind::kAdam;
   const auto table = Table::Create(options);
   LookUpOne(table, {1, 2, 3});

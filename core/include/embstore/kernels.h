@@ -38,34 +38,50 @@ struct VectorsView {
   const float* scale = nullptr;
 };
 
-// An occurrence of a key in the batch; sorted by slot, then by index.
+// An occurrence of a key in the batch; sorted by row, then by index.
 struct Occurrence {
-  uint32_t slot;
+  uint32_t row;
   uint32_t index;
 };
 
 // The tables of KeyIndex as the probe needs them (see key_index.h).
 struct IndexView {
-  const uint8_t* digests = nullptr;  // buckets x lines_per_bucket x 64
-  struct IndexEntry* entries = nullptr;
+  const uint8_t* digests = nullptr;  // buckets x digest_lines x 64
+  struct IndexGroup* groups = nullptr;
   uint64_t base_buckets = 1;  // B0
   uint64_t split_mask = 0;    // 2^k - 1
   uint32_t bucket_capacity = 0;
-  uint32_t lines_per_bucket = 0;
+  uint32_t digest_lines = 0, bucket_groups = 0;  // of a bucket
   bool mostly_home = true;  // most keys lie in their home group: look there before the digests
 };
 
-struct IndexEntry {
-  int64_t key;
-  uint64_t score;
+// A cache line of the index: slots 3 g, 3 g + 1 and 3 g + 2.
+struct alignas(64) IndexGroup {
+  static constexpr int64_t kSlots = 3;
+  int64_t keys[kSlots];
+  uint64_t scores[kSlots];  // 0: the slot is free
+  Row rows[kSlots];
+  uint32_t away;  // keys of the bucket whose home this is, and that lie in another group
+};
+static_assert(sizeof(IndexGroup) == 64);
+
+inline constexpr int64_t kLine = 64;  // bytes of a cache line
+
+// Where a key is looked for.
+struct Home {
+  int64_t bucket;
+  uint32_t group;  // in the bucket
+  uint8_t digest;
+  uint32_t position() const { return group * static_cast<uint32_t>(IndexGroup::kSlots); }
+  uint32_t line() const { return position() / kLine; }  // of digests
 };
 
 // What a hit does to the score of its key.
 enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2 };
 
 // Threads may renew the same score together.
-inline void RenewScore(IndexEntry& entry, ScoreUpdate update, uint64_t score) {
-  std::atomic_ref<uint64_t> stored(entry.score);
+inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score) {
+  std::atomic_ref<uint64_t> stored(of_key);
   // Frequent keys are read by many and need the write once.
   if (update == ScoreUpdate::kSet && stored.load(std::memory_order_relaxed) != score) {
     stored.store(score, std::memory_order_relaxed);
@@ -76,35 +92,35 @@ inline void RenewScore(IndexEntry& entry, ScoreUpdate update, uint64_t score) {
 struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"
 
-  // slots[i] = slot of keys[i] or kNoSlot. Renews the scores of those that are there.
-  void (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots,
+  // slots[i] and rows[i] = slot and row of keys[i], or kNoSlot and kMissingRow. Renews the scores
+  // of those that are there.
+  void (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
                ScoreUpdate update, uint64_t score);
 
-  // out row i = row slots[i] (converted), zeros for kNoSlot, extra[j] for ExtraRow(j).
-  void (*gather)(const RowsView& rows, const Slot* slots, int64_t n, const float* extra, void* out,
+  // out row i = row numbers[i] (converted), zeros for kMissingRow, extra[j] for ExtraRow(j).
+  void (*gather)(const RowsView& rows, const Row* numbers, int64_t n, const float* extra, void* out,
                  DType out_dtype, int64_t out_stride);
 
   // Bags [bag_begin, bag_end): out(bag) = sum over i in [offsets[bag], offsets[bag + 1]) of
-  // scale_i * row(slots[i]), accumulated in float32 in order. scale_i = weights[i] (or 1), over the
-  // length of the bag for a mean. Empty bags are zeros.
-  // out(bag) lies at base + (positions ? positions[bag] : bag * stride); bag_of and scale are
-  // unused.
-  void (*pool)(const RowsView& rows, const Slot* slots, const float* extra, const int64_t* offsets,
+  // scale_i * row(numbers[i]), accumulated in float32 in order. scale_i = weights[i] (or 1), over
+  // the length of the bag for a mean. Empty bags are zeros. out(bag) lies at base + (positions ?
+  // positions[bag] : bag * stride); bag_of and scale are unused.
+  void (*pool)(const RowsView& rows, const Row* numbers, const float* extra, const int64_t* offsets,
                const float* weights, bool mean, int64_t bag_begin, int64_t bag_end,
                const VectorsView& out);
 
-  // Segment sum and fused optimizer. `sorted` holds whole groups of equal slots; the gradients of a
+  // Segment sum and fused optimizer. `sorted` holds whole groups of equal rows; the gradients of a
   // group are summed in order in float32 and the row is updated once. `scratch` holds dim floats.
   void (*update)(const RowsView& rows, const OptimizerOptions& options, const StepOptions& step,
                  const Occurrence* sorted, int64_t n, const VectorsView& gradients, float* scratch);
 
-  // Segment sum alone: the j-th group (of equal slots) of `sorted` goes to out + j * dim (float32).
+  // Segment sum alone: the j-th group (of equal rows) of `sorted` goes to out + j * dim (float32).
   void (*reduce)(int64_t dim, const Occurrence* sorted, int64_t n, const VectorsView& gradients,
                  float* out);
 
-  // out[i] = <gradient of occurrence i without its scale, row(slots[i])> for i in [begin, end):
-  // the derivative by the per-sample weight of a sum. 0 for kNoSlot.
-  void (*dot)(const RowsView& rows, const Slot* slots, const float* extra, int64_t begin,
+  // out[i] = <gradient of occurrence i without its scale, row(numbers[i])> for i in [begin, end):
+  // the derivative by the per-sample weight of a sum. 0 for kMissingRow.
+  void (*dot)(const RowsView& rows, const Row* numbers, const float* extra, int64_t begin,
               int64_t end, const VectorsView& gradients, float* out);
 
   // dim floats to or from the embedding part of a row.

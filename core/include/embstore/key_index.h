@@ -1,9 +1,10 @@
-// KeyIndex maps keys to slots and keeps a score for each.
+// KeyIndex maps keys to slots, and keeps a score and the number of a row for each.
 //
 // A bucket is `bucket_capacity` slots. Its one-byte digests fill whole cache lines that are
-// compared with SIMD. Key and score of a slot share 16 bytes, and the four entries of a cache line
-// are a group: a key goes to its home group while that has room, so most hits touch one line only,
-// and the digests are for the others.
+// compared with SIMD. Keys, scores and row numbers of three slots share a cache line, a group: a
+// key goes to its home group while that has room, so most hits touch one line only. A group counts
+// those keys that had to go elsewhere, so most misses touch one line as well. The digests are for
+// the others.
 //
 //     hash(key) = [ 63..32: base bucket | 31..24: digest | 23..0: which split of the base bucket ]
 //                   [ 39..32 and 23..20: home group in the bucket ]
@@ -12,12 +13,13 @@
 //                             at the same position in the bucket
 //
 // Thread safety: const methods may run together; any other method needs exclusive access.
-// Does not own rows: it only says where they are.
+// Does not own rows: it only keeps the numbers that the caller gives.
 //
 // Invariants
 //  1. A key lives in exactly one bucket, chosen by its hash.
-//  2. digest == 0  <=>  the slot is free;  score == 0  =>  the slot is free.
-//  3. Slot s is position s % bucket_capacity of bucket s / bucket_capacity.
+//  2. digest == 0  <=>  score == 0  <=>  the slot is free.
+//  3. Slot s is s % 3 of group s / 3. A bucket is whole groups, so up to two slots at its end are
+//     never used.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +41,12 @@ struct KeyIndexOptions {
   double max_load_factor = 0.75;  // grows beyond it while capacity < max_capacity
 };
 
+struct IndexEntry {
+  int64_t key;
+  uint64_t score;
+  Row row;
+};
+
 class KeyIndex {
  public:
   // Throws InvalidArgument naming the field. max_capacity is rounded up to whole buckets (and by at
@@ -48,31 +56,44 @@ class KeyIndex {
 
   int64_t size() const { return size_; }
   int64_t capacity() const { return capacity_; }
+  int64_t slots() const { return buckets() * bucket_groups_ * IndexGroup::kSlots; }  // numbers
   int64_t max_capacity() const { return max_capacity_; }
   int64_t bucket_capacity() const { return bucket_capacity_; }
   double max_load_factor() const { return max_load_factor_; }
   bool CanGrow() const { return capacity_ < max_capacity_; }
-  size_t bytes() const { return digests_.size() + entries_.size(); }
+  size_t bytes() const { return digests_.size() + groups_.size(); }
   // What the next Grow() adds.
   size_t bytes_to_grow() const { return bytes(); }
 
   IndexView view() const;
   int64_t BucketOf(int64_t key) const;
 
-  bool IsUsed(Slot slot) const { return digest(slot) != 0; }
-  const IndexEntry& entry(Slot slot) const { return entries()[slot]; }
-  void set_score(Slot slot, uint64_t score) { entries()[slot].score = score; }
+  bool IsUsed(Slot slot) const { return score(slot) != 0; }
+  int64_t key(Slot slot) const { return group(slot).keys[slot % IndexGroup::kSlots]; }
+  uint64_t score(Slot slot) const { return group(slot).scores[slot % IndexGroup::kSlots]; }
+  Row row(Slot slot) const { return group(slot).rows[slot % IndexGroup::kSlots]; }
+  IndexEntry entry(Slot slot) const { return {key(slot), score(slot), row(slot)}; }
+  void set_score(Slot slot, uint64_t score) {
+    group(slot).scores[slot % IndexGroup::kSlots] = score;
+  }
+  void set_row(Slot slot, Row row) { group(slot).rows[slot % IndexGroup::kSlots] = row; }
+
+  void PrefetchSlot(Slot slot) const { __builtin_prefetch(&group(slot), 1); }
+
+  // Calls visit(slot, entry) for the used slots of [begin, end), ascending.
+  template <typename Visit>
+  void VisitUsed(Slot begin, Slot end, const Visit& visit) const;
 
   // The slot of the key or kNoSlot.
   Slot Find(int64_t key) const;
 
-  // Fetches what Find and FindOrInsert will read of the key's bucket, and with `entries` what
-  // Victim will read.
-  void Prefetch(int64_t key, bool entries) const;
+  // Fetches what Find and FindOrInsert will read of the key's bucket, and with `whole` what Victim
+  // will read.
+  void Prefetch(int64_t key, bool whole) const;
 
   // The slot of the key, or else the free slot of its bucket that is nearest to its home group,
-  // which the key then takes. kNoSlot when the bucket is full. Does not count: call AddSize
-  // afterwards, so that threads may insert into different buckets together.
+  // which the key then takes; give it a row with set_row. kNoSlot when the bucket is full. Does not
+  // count: call AddSize afterwards, so that threads may insert into different buckets together.
   struct Insertion {
     Slot slot;
     bool inserted;
@@ -84,7 +105,7 @@ class KeyIndex {
   template <typename IsProtected>
   Slot Victim(int64_t bucket, const IsProtected& is_protected) const;
 
-  // Gives the slot of a victim to another key of the same bucket.
+  // Gives slot and row of a victim to another key of the same bucket.
   void Replace(Slot slot, int64_t key, uint64_t score);
 
   void Erase(Slot slot);  // does not count either
@@ -97,38 +118,58 @@ class KeyIndex {
   void Clear();
 
  private:
-  uint8_t* digest_of(Slot slot);
-  uint8_t digest(Slot slot) const;
-  IndexEntry* entries() { return reinterpret_cast<IndexEntry*>(entries_.data()); }
-  const IndexEntry* entries() const { return reinterpret_cast<const IndexEntry*>(entries_.data()); }
-  void Put(Slot slot, int64_t key, uint64_t score);
-  void CountAway(Slot slot, uint32_t home_position, int64_t delta);
+  int64_t buckets() const { return capacity_ / bucket_capacity_; }
+  int64_t PositionOf(int64_t key, const Home& home) const;  // in its bucket, or -1
+  uint8_t* digests_of(int64_t bucket) const {
+    return reinterpret_cast<uint8_t*>(digests_.data()) + bucket * digest_lines_ * kLine;
+  }
+  IndexGroup* groups() { return reinterpret_cast<IndexGroup*>(groups_.data()); }
+  const IndexGroup* groups() const { return reinterpret_cast<const IndexGroup*>(groups_.data()); }
+  IndexGroup& group(Slot slot) { return groups()[slot / IndexGroup::kSlots]; }
+  const IndexGroup& group(Slot slot) const { return groups()[slot / IndexGroup::kSlots]; }
+  void Put(Slot slot, int64_t key, uint64_t score, Row row);
+  void CountAway(Slot slot, const Home& home, int32_t delta);
   void PadDigests(int64_t first_bucket, int64_t last_bucket);
 
-  int64_t bucket_capacity_, lines_per_bucket_, base_buckets_;
+  int64_t bucket_capacity_, digest_lines_, bucket_groups_, base_buckets_;
   int64_t splits_ = 0;  // k
   int64_t capacity_, max_capacity_;
   double max_load_factor_;
   int64_t size_ = 0, away_ = 0;  // keys, and those that are not in their home group
-  HugeBuffer digests_, entries_;
+  mutable HugeBuffer digests_;
+  HugeBuffer groups_;
 };
+
+template <typename Visit>
+void KeyIndex::VisitUsed(Slot begin, Slot end, const Visit& visit) const {
+  const IndexGroup* group = groups() + begin / IndexGroup::kSlots;
+  int64_t at = begin % IndexGroup::kSlots;
+  for (Slot slot = begin; slot < end; ++slot) {
+    if (group->scores[at] != 0) {
+      visit(slot, IndexEntry{group->keys[at], group->scores[at], group->rows[at]});
+    }
+    if (++at == IndexGroup::kSlots) {
+      at = 0;
+      ++group;
+    }
+  }
+}
 
 template <typename IsProtected>
 Slot KeyIndex::Victim(int64_t bucket, const IsProtected& is_protected) const {
-  const int64_t first = bucket * bucket_capacity_;
-  const IndexEntry* entry = entries() + first;
-  int64_t best = -1;
+  const int64_t bucket_slots = bucket_groups_ * IndexGroup::kSlots;
+  const auto first = static_cast<Slot>(bucket * bucket_slots);
+  Slot best = kNoSlot;
   uint64_t best_score = UINT64_MAX, best_hash = UINT64_MAX;
-  for (int64_t i = 0; i < bucket_capacity_; ++i) {
-    if (entry[i].score > best_score || !IsUsed(static_cast<Slot>(first + i))) continue;
-    if (is_protected(static_cast<Slot>(first + i))) continue;
-    const uint64_t hash = HashKey(entry[i].key);
-    if (best >= 0 && entry[i].score == best_score && hash > best_hash) continue;
-    best = i;
-    best_score = entry[i].score;
+  VisitUsed(first, static_cast<Slot>(first + bucket_slots), [&](Slot slot, const IndexEntry& e) {
+    if (e.score > best_score || is_protected(slot)) return;
+    const uint64_t hash = HashKey(e.key);
+    if (best != kNoSlot && e.score == best_score && hash > best_hash) return;
+    best = slot;
+    best_score = e.score;
     best_hash = hash;
-  }
-  return best < 0 ? kNoSlot : static_cast<Slot>(first + best);
+  });
+  return best;
 }
 
 }  // namespace embstore

@@ -1,6 +1,8 @@
 // Table: rows by key, with one dimension, optimizer, initializer and score strategy.
 //
 // A row is [embedding (dim of dtype) | optimizer state (float32)], contiguous, 16-byte aligned.
+// Rows are numbered in the order of their keys' arrival and lie close together: the index grows by
+// doubling, and half of it may be empty, but rows are as many as keys, and none ever moves.
 //
 // Thread safety: every public method locks for itself; methods marked const may run together, one
 // other method runs alone. The batch operations over several tables (lookup.h, gradient.h) lock
@@ -9,11 +11,10 @@
 // Invariants
 //  1. A row is initialised (or assigned) in the call that inserts its key.
 //  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth
-//  moves
-//     them, erasing turns them into kNoSlot.
-//  3. Over a store (store.h) the table is a write-back cache: a row that was updated or assigned
-//  since
-//     it came up is dirty, and goes down before its slot is reused; a clean one is dropped. A
+//     moves them (but not their rows), erasing turns them into kNoSlot.
+//  3. A row in use belongs to exactly one used slot.
+//  4. Over a store (store.h) the table is a write-back cache: a row that was updated or assigned
+//     since it came up is dirty, and goes down before its slot is reused; a clean one is dropped. A
 //     missing key is looked for below before it is initialised. max_capacity is then a budget: a
 //     batch whose pinned rows do not fit makes the table grow beyond it instead of being refused
 //     keys.
@@ -36,6 +37,7 @@
 #include "embstore/key_index.h"
 #include "embstore/memory.h"
 #include "embstore/optimizer.h"
+#include "embstore/row_heap.h"
 #include "embstore/rw_lock.h"
 #include "embstore/store.h"
 #include "embstore/types.h"
@@ -68,7 +70,7 @@ struct TableStats {
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
   int64_t log_dropped = 0;               // evictions that the log had no room for
   int64_t unadmitted = 0;                // occurrences that were answered without a row
-  int64_t bytes = 0;                     // mapped for index and rows
+  int64_t bytes = 0;                     // of the index, and of the rows in use so far
   int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
 };
 
@@ -88,7 +90,18 @@ class FetchedRows;
 class Snapshot;
 class Table;
 
-// The slots of a batch, kept for its backward pass. While it lives its rows are pinned.
+// Where the keys of a batch are: slots[i] and rows[i], or kNoSlot and kMissingRow.
+struct Places {
+  Slot* slots;
+  Row* rows;
+  Places From(int64_t i) const { return {slots + i, rows + i}; }
+  void Forget(int64_t i) const {
+    slots[i] = kNoSlot;
+    rows[i] = kMissingRow;
+  }
+};
+
+// The places of a batch, kept for its backward pass. While it lives its rows are pinned.
 class SlotList {
  public:
   SlotList(std::shared_ptr<Table> table, int64_t n);
@@ -97,7 +110,9 @@ class SlotList {
   SlotList& operator=(const SlotList&) = delete;
 
   Table& table() const { return *table_; }
-  Slot* data() const { return buffer_.as<Slot>(); }
+  Slot* slots() const { return buffer_.as<Slot>(); }
+  Row* rows() const { return slots() + n_; }
+  Places places() const { return {slots(), rows()}; }
   int64_t size() const { return n_; }
 
  private:
@@ -208,7 +223,7 @@ class Table : public std::enable_shared_from_this<Table> {
   void RequireOpen() const;
   RowsView rows() const;
   IndexView index() const { return index_->view(); }
-  int64_t locked_capacity() const { return index_->capacity(); }
+  int64_t row_limit() const { return rows_.used(); }  // rows are below it
   // The score for a training batch, and what a hit does with it. Advances the step.
   struct BatchScore {
     ScoreUpdate update;
@@ -216,28 +231,29 @@ class Table : public std::enable_shared_from_this<Table> {
   };
   BatchScore NextBatchScore();
   // Finds the keys on several threads and renews the scores of those that are there, having
-  // announced them to whoever watches. slots[i] is kNoSlot where a key is missing.
-  void FindAll(std::span<const int64_t> keys, Slot* slots, BatchScore score);
+  // announced them to whoever watches.
+  void FindAll(std::span<const int64_t> keys, Places places, BatchScore score);
   // The same on this thread alone.
-  void FindHere(std::span<const int64_t> keys, Slot* slots, BatchScore score);
+  void FindHere(std::span<const int64_t> keys, Places places, BatchScore score);
   void RequireScore() const;  // throws InvalidState when kCustomized has none
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
   // returned.
   std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing);
-  // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets slots[i].
-  // `slots` belongs to a SlotList of this table. Returns the number of distinct refused keys.
+  // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets its place.
+  // `places` belong to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key of the call that has not
   // its row yet stays inserted, and no victim is lost.
   // initial (n, dim): what new rows begin with, or null for the initializer.
-  int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+  int64_t InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
                         uint64_t score, const float* initial = nullptr);
   // Rows of the missing keys that the store has (none without a store).
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
-  // Finds the keys and brings up what is only below; the rest is kNoSlot. `slots` as above.
-  void BringUp(std::span<const int64_t> keys, Slot* slots);
-  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Slot* slots);
-  void Install(std::span<const int64_t> keys, Slot* slots, std::vector<uint32_t> missing,
+  // Finds the keys and brings up what is only below. `places` as above.
+  void BringUp(std::span<const int64_t> keys, Places places);
+  void FindOne(int64_t key, Places place) const;
+  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Places places);
+  void Install(std::span<const int64_t> keys, Places places, std::vector<uint32_t> missing,
                const FetchedRows& below);
   // To be called for rows that were changed; threads may mark different slots together.
   bool tracks_dirty() const { return options_.store != nullptr; }
@@ -258,18 +274,20 @@ class Table : public std::enable_shared_from_this<Table> {
     int64_t key;
     uint64_t score;
     Slot slot;
+    Row row;
   };
   struct InsertPass;  // what one pass over missing keys yields
 
   explicit Table(const TableOptions& options);
   void Grow();
   void GrowFor(const int64_t* keys, std::span<const uint32_t> missing);
-  InsertPass Insert(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+  void RequireRows(int64_t rows);  // in all; throws OutOfMemory
+  InsertPass Insert(const int64_t* keys, Places places, std::span<const uint32_t> missing,
                     uint64_t score, bool evict);
-  int64_t InsertMissing(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+  int64_t InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
                         uint64_t score, const FetchedRows& below, const float* initial);
-  void FillRow(Slot slot, int64_t key, const FetchedRows& below, const float* initial);
-  void Undo(const int64_t* keys, Slot* slots, std::span<const uint32_t> missing,
+  void FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below, const float* initial);
+  void Undo(const int64_t* keys, Places places, std::span<const uint32_t> missing,
             std::span<const uint32_t> inserted, std::span<const Evicted> evicted);
   bool MayExceedBudget() const;
   void WriteBack(std::span<const Evicted> rows);
@@ -280,13 +298,15 @@ class Table : public std::enable_shared_from_this<Table> {
   Store& RequireStore() const;
   void StampPinned();
   void LogEvictions(std::span<Evicted> evicted);
-  void InitRow(Slot slot, int64_t key, const float* initial);
+  void InitRow(Row row, int64_t key, const float* initial);
   void AfterInsert(Slot slot);  // into a slot that was free
   template <typename Wanted>
   std::vector<Slot> Select(int64_t begin, int64_t end, const Wanted& wanted) const;
+  // values (n, dim) and states (n, state width) of these rows; each may be null.
+  void CopyRows(const Row* numbers, int64_t n, float* values, float* states) const;
   RowBlock Collect(std::span<const Slot> slots, bool with_values, bool with_states) const;
-  std::byte* row(Slot slot) const;
-  float* state(Slot slot) const;
+  float* state_at(Row row) const { return reinterpret_cast<float*>(rows_.at(row) + state_offset_); }
+  void FreeSlot(Slot slot);
   bool IsStamped(Slot slot) const { return stamps_[static_cast<size_t>(slot)] == stamp_; }
   void Stamp(Slot slot) { stamps_[static_cast<size_t>(slot)] = stamp_; }
   void NextStamp();
@@ -296,7 +316,7 @@ class Table : public std::enable_shared_from_this<Table> {
   Initializer initializer_;
   mutable RwLock lock_;
   std::optional<KeyIndex> index_;  // empty once closed
-  mutable HugeBuffer rows_;
+  RowHeap rows_;
   std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;

@@ -10,14 +10,18 @@
 
 namespace embstore {
 
-// Where a row lives. Slots are 32 bits wide: half the traffic of 64, and 2^31 rows a process.
+// Where the entry of a key lies in the index, and where its row lies. They are 32 bits wide: half
+// the traffic of 64, and 2^31 rows a table.
 using Slot = int32_t;
+using Row = int32_t;
 
 // The key has no row: it was refused, or it is missing in evaluation. Reads as 0.0.
 inline constexpr Slot kNoSlot = -1;
-// Slots below kNoSlot name a vector that is not stored: row j of a side array of float32 vectors.
-constexpr Slot ExtraRow(int64_t j) { return static_cast<Slot>(-2 - j); }
-constexpr int64_t ExtraIndex(Slot slot) { return -2 - static_cast<int64_t>(slot); }
+inline constexpr Row kMissingRow = -1;
+// Rows below kMissingRow name a vector that is not stored: row j of a side array of float32
+// vectors.
+constexpr Row ExtraRow(int64_t j) { return static_cast<Row>(-2 - j); }
+constexpr int64_t ExtraIndex(Row row) { return -2 - static_cast<int64_t>(row); }
 
 enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
