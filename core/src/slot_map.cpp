@@ -15,9 +15,8 @@ constexpr int kFrequencyShift = kTimeBits + kSlotBits;
 constexpr int64_t kMostTime = (int64_t{1} << kTimeBits) - 1;
 constexpr uint64_t kMostFrequency = 31;
 constexpr int64_t kMaxSlots = int64_t{1} << 29;
-// Buckets of one line of digests, half full: a key that is missing costs one cache line, and a full
-// bucket is a matter of more than five standard deviations.
-constexpr int64_t kBucket = 64;
+// Half full: a full bucket is a matter of eight standard deviations.
+constexpr int64_t kBucket = 128;
 constexpr int64_t kMaxCapacity = 1'900'000'000;
 constexpr Slot kStretch = 1 << 18;  // slots of the index that one step of Victims reads (5.6 MB)
 constexpr double kShare = 0.125;    // of a stretch that goes at least
@@ -171,7 +170,7 @@ std::span<const KeySlot> SlotMap::Admit() {
   const auto count =
       static_cast<size_t>(std::min(free_slots(), static_cast<int64_t>(missing_.size())));
   admitted_.reserve(count);
-  constexpr size_t kAhead = 8;
+  constexpr size_t kAhead = 16;
   for (size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) index_.Prefetch(missing_[i + kAhead], /*whole=*/false);
     const int64_t slot = TakeLowestFree();
@@ -217,8 +216,9 @@ void SlotMap::VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinn
                      sample_.end());
     limit = sample_[rank];
   }
-  index_.VisitUsed(begin, end, [&](Slot at, const IndexEntry& entry) {
-    if (entry.score > limit || !may_go(entry.score)) return;
+  // A free slot is 0 and wraps around: one comparison, since half of the slots are free.
+  const auto goes = [&](uint64_t record) { return record - 1 < limit && may_go(record); };
+  index_.VisitScores(begin, end, goes, [&](Slot at, const IndexEntry& entry) {
     victims_at_.push_back(at);
     victims_.push_back({entry.key, SlotOf(entry.score)});
   });
@@ -248,7 +248,11 @@ std::span<const KeySlot> SlotMap::Victims(int64_t count, int64_t pinned_from) {
 }
 
 void SlotMap::Drop() {
-  for (const Slot at : victims_at_) Free(at);
+  constexpr size_t kAhead = 16;
+  for (size_t i = 0; i < victims_at_.size(); ++i) {
+    if (i + kAhead < victims_at_.size()) index_.PrefetchSlot(victims_at_[i + kAhead]);
+    Free(victims_at_[i]);
+  }
   index_.AddSize(-static_cast<int64_t>(victims_at_.size()));
   victims_.clear();
   victims_at_.clear();

@@ -80,9 +80,14 @@ class KeyIndex {
 
   void PrefetchSlot(Slot slot) const { __builtin_prefetch(&group(slot), 1); }
 
-  // Calls visit(slot, entry) for the used slots of [begin, end), ascending.
+  // Calls visit(slot, entry) for the slots of [begin, end) whose score is wanted(score), ascending.
+  template <typename Wanted, typename Visit>
+  void VisitScores(Slot begin, Slot end, const Wanted& wanted, const Visit& visit) const;
+  // The same for all used slots.
   template <typename Visit>
-  void VisitUsed(Slot begin, Slot end, const Visit& visit) const;
+  void VisitUsed(Slot begin, Slot end, const Visit& visit) const {
+    VisitScores(begin, end, [](uint64_t score) { return score != 0; }, visit);
+  }
 
   // The slot of the key or kNoSlot.
   Slot Find(int64_t key) const;
@@ -140,12 +145,12 @@ class KeyIndex {
   HugeBuffer groups_;
 };
 
-template <typename Visit>
-void KeyIndex::VisitUsed(Slot begin, Slot end, const Visit& visit) const {
+template <typename Wanted, typename Visit>
+void KeyIndex::VisitScores(Slot begin, Slot end, const Wanted& wanted, const Visit& visit) const {
   const IndexGroup* group = groups() + begin / IndexGroup::kSlots;
   int64_t at = begin % IndexGroup::kSlots;
   for (Slot slot = begin; slot < end; ++slot) {
-    if (group->scores[at] != 0) {
+    if (wanted(group->scores[at])) {
       visit(slot, IndexEntry{group->keys[at], group->scores[at], group->rows[at]});
     }
     if (++at == IndexGroup::kSlots) {
