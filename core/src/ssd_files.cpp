@@ -146,7 +146,10 @@ SsdLayout::SsdLayout(const SsdStoreOptions& options)
 }
 
 SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
-    : path_(options.path), direct_(options.direct && options.create), writable_(options.create) {
+    : path_(options.path),
+      direct_(options.direct && options.create),
+      writable_(options.create),
+      chunk_bytes_(layout.chunk_bytes()) {
   namespace fs = std::filesystem;
   std::error_code error;
   if (path_.empty()) throw InvalidArgument("path should be a directory but is empty");
@@ -250,6 +253,15 @@ int SsdFiles::Get(Kind kind, int64_t chunk, bool create) {
     if (fd < 0 && (create || errno != ENOENT)) ThrowIo("opening " + name);
   }
   return fd;
+}
+
+const std::byte* SsdFiles::Mapped(int64_t chunk) {
+  const int fd = Get(kValues, chunk, false);
+  if (fd < 0) return nullptr;
+  std::lock_guard guard(mutex_);
+  auto& mapped = chunks_[static_cast<size_t>(chunk)].mapped;
+  if (!mapped) mapped.emplace(fd, chunk_bytes_);
+  return mapped->data();
 }
 
 void SsdFiles::Sync() {

@@ -4,10 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "embstore/ssd_store.h"
+#include "ssd_mapping.h"
 
 namespace embstore {
 
@@ -32,6 +34,7 @@ struct SsdLayout {
   int64_t rows_per_segment() const { return blocks_per_segment * rows_per_block; }
   int64_t rows_per_chunk() const { return blocks_per_chunk * rows_per_block; }
   int64_t segment_bytes() const { return blocks_per_segment * block_bytes; }
+  int64_t chunk_bytes() const { return blocks_per_chunk * block_bytes; }
   int64_t ChunkOf(int64_t row) const { return row / rows_per_chunk(); }
   int64_t SegmentOf(int64_t row) const {
     return ChunkOf(row) * segments_per_chunk + row % rows_per_chunk() / rows_per_segment();
@@ -41,9 +44,10 @@ struct SsdLayout {
            segment % segments_per_chunk * rows_per_segment();
   }
   // Byte offset of a row in the values file of its chunk.
-  int64_t ValueOffset(int64_t row) const {
-    const int64_t in_chunk = row % rows_per_chunk();
-    return in_chunk / rows_per_block * block_bytes + in_chunk % rows_per_block * row_bytes;
+  int64_t ValueOffset(int64_t row) const { return PlaceOffset(row % rows_per_chunk()); }
+  // Byte offset of a place in its segment or chunk.
+  int64_t PlaceOffset(int64_t place) const {
+    return place / rows_per_block * block_bytes + place % rows_per_block * row_bytes;
   }
 };
 
@@ -74,12 +78,15 @@ class SsdFiles {
   int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct
   // Opens the file of a chunk; makes it when `create`, else -1 where there is none.
   int Get(Kind kind, int64_t chunk, bool create);
+  // The rows of a chunk whose file is there, or null where they cannot be mapped. Not when direct.
+  const std::byte* Mapped(int64_t chunk);
   std::string NameOf(Kind kind, int64_t chunk) const;
   void Sync();
 
  private:
   struct Chunk {
     int fds[3] = {-1, -1, -1};
+    std::optional<MappedFile> mapped;  // once it was asked for
   };
   void CheckSizes(const SsdStoreOptions& options, const SsdLayout& layout);
   void LearnAlignment();
@@ -87,6 +94,7 @@ class SsdFiles {
   std::string path_;
   bool direct_;
   bool writable_;
+  int64_t chunk_bytes_;
   int64_t alignment_ = 1;
   int lock_fd_ = -1;
   std::mutex mutex_;

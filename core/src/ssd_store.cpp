@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 2048;
 constexpr int64_t kReadsPerTask = 256;
-constexpr int64_t kPrefetchDistance = 8;
+constexpr int64_t kKeysAhead = 16, kPagesAhead = 16, kRowsAhead = 4;
 constexpr int kQueueDepth = 128;
 
 }  // namespace
@@ -105,8 +105,8 @@ std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t>
   ParallelFor(tasks, [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kKeysPerTask, n);
     for (int64_t i = task * kKeysPerTask; i < end; ++i) {
-      if (i + kPrefetchDistance < end) {
-        index_.Prefetch(keys[static_cast<size_t>(i + kPrefetchDistance)]);
+      if (i + kKeysAhead < end) {
+        index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
       }
       const SsdIndex::Entry* entry = index_.Find(keys[static_cast<size_t>(i)]);
       found[i] = entry != nullptr;
@@ -189,13 +189,14 @@ void SsdStoreImpl::ReadDirect(std::vector<Wanted>& wanted, std::span<const int64
   });
 }
 
-// Through the page cache every row is a call of its own: the kernel answers most at once, so that
-// queues would only cost. The files are not mapped, as an error of the disk would then be a signal.
+// Through the page cache rows are copied from a mapping of the file: most are there, and a call of
+// the kernel would cost several times the copy. What cannot be copied is read, which tells why.
 void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
                               std::byte* rows, uint64_t* scores) const {
   const auto n = static_cast<int64_t>(wanted.size());
   struct Files {
     int values, meta;
+    const std::byte* mapped;
     std::string name;
   };
   std::vector<Files> files;  // by chunk
@@ -203,18 +204,35 @@ void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const in
     while (static_cast<int64_t>(files.size()) <= layout_.ChunkOf(row.row)) {
       const auto chunk = static_cast<int64_t>(files.size());
       files.push_back({files_->Get(SsdFiles::kValues, chunk, false),
-                       files_->Get(SsdFiles::kMeta, chunk, false),
+                       files_->Get(SsdFiles::kMeta, chunk, false), files_->Mapped(chunk),
                        files_->NameOf(SsdFiles::kValues, chunk)});
     }
   }
+  const auto files_of = [&](const Wanted& row) -> const Files& {
+    return files[static_cast<size_t>(layout_.ChunkOf(row.row))];
+  };
+  const auto prefetch = [&](const Wanted& row, int64_t bytes) {
+    const std::byte* mapped = files_of(row).mapped;
+    if (!mapped) return;
+    const std::byte* from = mapped + layout_.ValueOffset(row.row);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte);
+  };
   ParallelFor((n + kReadsPerTask - 1) / kReadsPerTask, [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kReadsPerTask, n);
     for (int64_t j = task * kReadsPerTask; j < end; ++j) {
+      // First the page, then the row.
+      if (j + kPagesAhead < end) prefetch(wanted[static_cast<size_t>(j + kPagesAhead)], 1);
+      if (j + kRowsAhead < end) {
+        prefetch(wanted[static_cast<size_t>(j + kRowsAhead)], layout_.row_bytes);
+      }
       const Wanted& row = wanted[static_cast<size_t>(j)];
-      const Files& from = files[static_cast<size_t>(layout_.ChunkOf(row.row))];
+      const Files& from = files_of(row);
       std::byte* to = rows + row.at * layout_.row_bytes;
-      ReadWholeAt(from.values, to, static_cast<size_t>(layout_.row_bytes),
-                  layout_.ValueOffset(row.row), from.name);
+      const int64_t offset = layout_.ValueOffset(row.row);
+      const auto bytes = static_cast<size_t>(layout_.row_bytes);
+      if (!from.mapped || !CopyMapped(to, from.mapped + offset, bytes)) {
+        ReadWholeAt(from.values, to, bytes, offset, from.name);
+      }
       Verify(row.row, row.checksum, keys[row.at], to);
       if (!scores) continue;
       scores[row.at] = 1;  // files of the original have none
@@ -252,19 +270,22 @@ void SsdStoreImpl::Contains(std::span<const int64_t> keys, uint8_t* found) const
 
 void SsdStoreImpl::Put(std::span<const int64_t> keys, const std::byte* rows,
                        const uint64_t* scores) {
+  std::vector<const std::byte*> scattered(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    scattered[i] = rows + static_cast<int64_t>(i) * layout_.row_bytes;
+  }
+  PutScattered(keys, scattered.data(), scores);
+}
+
+void SsdStoreImpl::PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
+                                const uint64_t* scores) {
   std::unique_lock guard(lock_);
   RequireWritable();
   RequireKeys(keys);
   RequireRoom(keys);
-  const auto n = static_cast<int64_t>(keys.size());
   const SegmentBuffer* before = open_.get();
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kPrefetchDistance < n) {
-      index_.Prefetch(keys[static_cast<size_t>(i + kPrefetchDistance)]);
-    }
-    Append(keys[static_cast<size_t>(i)], rows + i * layout_.row_bytes, scores[i]);
-  }
-  bytes_put_ += n * layout_.row_bytes;
+  Append(keys, rows, scores);
+  bytes_put_ += static_cast<int64_t>(keys.size()) * layout_.row_bytes;
   if (open_.get() != before) Compact();
 }
 
