@@ -63,15 +63,21 @@ MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   return *this;
 }
 
-bool CopyMapped(std::byte* to, const std::byte* from, size_t bytes) {
+bool CopyMapped(std::span<const MappedCopy> copies, size_t bytes) {
   sigjmp_buf failed;
-  const bool copied = sigsetjmp(failed, 0) == 0;
-  if (copied) {
-    t_copying = &failed;
-    std::memcpy(to, from, bytes);
+  if (sigsetjmp(failed, 0) != 0) {
+    t_copying = nullptr;
+    return false;
   }
+  t_copying = &failed;
+  // Loads and not prefetches: those do not wait for their pages, and so many may be on their way.
+  for (const MappedCopy& copy : copies) (void)*static_cast<const volatile std::byte*>(copy.from);
+  for (const MappedCopy& copy : copies) {
+    for (size_t at = 64; at < bytes; at += 64) __builtin_prefetch(copy.from + at);
+  }
+  for (const MappedCopy& copy : copies) std::memcpy(copy.to, copy.from, bytes);
   t_copying = nullptr;
-  return copied;
+  return true;
 }
 
 }  // namespace embstore

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace embstore {
 
@@ -24,9 +25,14 @@ class MappedFile {
   int64_t bytes_ = 0;
 };
 
-// Copies from a mapped file. False: the bytes are not there, since the file was cut short or the
-// disk failed. The kernel tells by SIGBUS, for which there is a handler that passes on whatever
-// does not come from here.
-bool CopyMapped(std::byte* to, const std::byte* from, size_t bytes);
+struct MappedCopy {
+  std::byte* to;
+  const std::byte* from;
+};
+
+// Copies rows of `bytes` each, a few at a time so that their misses overlap. False: some are not
+// there, since the file was cut short or the disk failed. The kernel tells by SIGBUS, for which
+// there is a handler that passes on whatever does not come from here.
+bool CopyMapped(std::span<const MappedCopy> copies, size_t bytes);
 
 }  // namespace embstore

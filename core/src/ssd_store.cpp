@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 2048;
 constexpr int64_t kReadsPerTask = 256;
-constexpr int64_t kKeysAhead = 16, kPagesAhead = 16, kRowsAhead = 4;
+constexpr int64_t kKeysAhead = 16, kRowsPerCopy = 16;
 constexpr int kQueueDepth = 128;
 
 }  // namespace
@@ -208,38 +208,43 @@ void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const in
                        files_->NameOf(SsdFiles::kValues, chunk)});
     }
   }
+  const auto bytes = static_cast<size_t>(layout_.row_bytes);
   const auto files_of = [&](const Wanted& row) -> const Files& {
     return files[static_cast<size_t>(layout_.ChunkOf(row.row))];
   };
-  const auto prefetch = [&](const Wanted& row, int64_t bytes) {
-    const std::byte* mapped = files_of(row).mapped;
-    if (!mapped) return;
-    const std::byte* from = mapped + layout_.ValueOffset(row.row);
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte);
+  const auto read = [&](std::span<const Wanted> group) {
+    MappedCopy copies[kRowsPerCopy];
+    bool mapped = true;
+    for (size_t i = 0; i < group.size(); ++i) {
+      const std::byte* from = files_of(group[i]).mapped;
+      mapped = mapped && from;
+      if (!mapped) break;
+      copies[i] = {rows + group[i].at * layout_.row_bytes,
+                   from + layout_.ValueOffset(group[i].row)};
+    }
+    if (mapped && CopyMapped({copies, group.size()}, bytes)) return;
+    for (const Wanted& row : group) {
+      const Files& from = files_of(row);
+      ReadWholeAt(from.values, rows + row.at * layout_.row_bytes, bytes,
+                  layout_.ValueOffset(row.row), from.name);
+    }
   };
   ParallelFor((n + kReadsPerTask - 1) / kReadsPerTask, [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kReadsPerTask, n);
-    for (int64_t j = task * kReadsPerTask; j < end; ++j) {
-      // First the page, then the row.
-      if (j + kPagesAhead < end) prefetch(wanted[static_cast<size_t>(j + kPagesAhead)], 1);
-      if (j + kRowsAhead < end) {
-        prefetch(wanted[static_cast<size_t>(j + kRowsAhead)], layout_.row_bytes);
+    for (int64_t j = task * kReadsPerTask; j < end; j += kRowsPerCopy) {
+      const auto group = wanted.subspan(static_cast<size_t>(j),
+                                        static_cast<size_t>(std::min(kRowsPerCopy, end - j)));
+      read(group);
+      for (const Wanted& row : group) {
+        Verify(row.row, row.checksum, keys[row.at], rows + row.at * layout_.row_bytes);
+        if (!scores) continue;
+        scores[row.at] = 1;  // files of the original have none
+        const Files& from = files_of(row);
+        if (from.meta < 0) continue;
+        const int64_t in_chunk = row.row % layout_.rows_per_chunk();
+        ReadWholeAt(from.meta, &scores[row.at], sizeof(uint64_t),
+                    in_chunk * static_cast<int64_t>(sizeof(RowMeta)), from.name);
       }
-      const Wanted& row = wanted[static_cast<size_t>(j)];
-      const Files& from = files_of(row);
-      std::byte* to = rows + row.at * layout_.row_bytes;
-      const int64_t offset = layout_.ValueOffset(row.row);
-      const auto bytes = static_cast<size_t>(layout_.row_bytes);
-      if (!from.mapped || !CopyMapped(to, from.mapped + offset, bytes)) {
-        ReadWholeAt(from.values, to, bytes, offset, from.name);
-      }
-      Verify(row.row, row.checksum, keys[row.at], to);
-      if (!scores) continue;
-      scores[row.at] = 1;  // files of the original have none
-      if (from.meta < 0) continue;
-      const int64_t in_chunk = row.row % layout_.rows_per_chunk();
-      ReadWholeAt(from.meta, &scores[row.at], sizeof(uint64_t),
-                  in_chunk * static_cast<int64_t>(sizeof(RowMeta)), from.name);
     }
   });
 }
