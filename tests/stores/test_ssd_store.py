@@ -402,3 +402,27 @@ def test_a_file_that_is_cut_short_raises_and_the_rest_can_be_read(tmp_path, dire
         np.testing.assert_array_equal(
             rows.view(np.float32).reshape(2048, width), rows_of(keys[:2048], 1, width)
         )
+
+
+BUS_ERROR = """
+import os, signal, sys
+import numpy as np
+from embstore.stores import SsdStore
+if sys.argv[2] == "handled":
+    signal.signal(signal.SIGBUS, lambda *_: os._exit(7))
+with SsdStore(sys.argv[1], 128, direct=False) as store:
+    keys = np.arange(9000)
+    store.put(keys, np.zeros((9000, 128), np.uint8))
+    store.flush()
+    store.get(keys)
+    os.kill(os.getpid(), signal.SIGBUS)
+    while True:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("before", "code"), [("default", -signal.SIGBUS), ("handled", 7)])
+def test_a_bus_error_of_somebody_else_goes_where_it_went_before(tmp_path, before, code):
+    child = run_child(BUS_ERROR, tmp_path, before)
+    child.communicate(timeout=60)
+    assert child.returncode == code
