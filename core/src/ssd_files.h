@@ -41,9 +41,10 @@ struct SsdLayout {
            segment % segments_per_chunk * rows_per_segment();
   }
   // Byte offset of a row in the values file of its chunk.
-  int64_t ValueOffset(int64_t row) const {
-    const int64_t in_chunk = row % rows_per_chunk();
-    return in_chunk / rows_per_block * block_bytes + in_chunk % rows_per_block * row_bytes;
+  int64_t ValueOffset(int64_t row) const { return PlaceOffset(row % rows_per_chunk()); }
+  // Byte offset of a place in its segment or chunk.
+  int64_t PlaceOffset(int64_t place) const {
+    return place / rows_per_block * block_bytes + place % rows_per_block * row_bytes;
   }
 };
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -50,9 +51,12 @@ class SsdIndex {
   void Prefetch(int64_t key) const {
     const uint64_t hash = HashKey(key);
     const Partition& partition = partitions_[hash & 0xff];
-    if (!partition.places.empty()) {
-      __builtin_prefetch(&partition.places[Home(hash, partition.places.size())]);
-    }
+    if (partition.places.empty()) return;
+    // Two lines: a search goes on to the second more often than not.
+    const auto* home =
+        reinterpret_cast<const std::byte*>(&partition.places[Home(hash, partition.places.size())]);
+    __builtin_prefetch(home);
+    __builtin_prefetch(home + 64);
   }
 
   // The entry of a key that is not there yet; its row is to be set by the caller.

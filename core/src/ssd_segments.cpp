@@ -2,12 +2,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "embstore/parallel.h"
 #include "ssd_store_impl.h"
 
 namespace embstore {
 namespace {
 
 constexpr size_t kQueuedSegments = 8;
+constexpr int64_t kKeysAhead = 16;
 
 std::unique_ptr<std::byte, SegmentBuffer::Free> AlignedBytes(int64_t bytes) {
   constexpr size_t kAlignment = 4096;
@@ -134,23 +136,52 @@ void SsdStoreImpl::Seal() {
   open_ = nullptr;
 }
 
-void SsdStoreImpl::Append(int64_t key, const std::byte* row, uint64_t score) {
-  if (open_ && open_->rows == layout_.rows_per_segment()) Seal();
-  if (!open_) OpenSegment();
+// The rows are copied on several threads, as many as the open segment has room for; the index
+// follows in the order of the keys, of which there may be duplicates.
+void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const* rows,
+                          const uint64_t* scores) {
+  constexpr int64_t kRowsPerTask = 256, kRowsAhead = 4;
+  const auto n = static_cast<int64_t>(keys.size());
+  for (int64_t begin = 0, end; begin < n; begin = end) {
+    if (open_ && open_->rows == layout_.rows_per_segment()) Seal();
+    if (!open_) OpenSegment();
+    SegmentBuffer& to = *open_;
+    const int64_t first = to.rows - begin;  // the place of row i is first + i
+    end = std::min(n, begin + layout_.rows_per_segment() - to.rows);
+    ParallelFor((end - begin + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+      const int64_t from = begin + task * kRowsPerTask, until = std::min(from + kRowsPerTask, end);
+      for (int64_t i = from; i < until; ++i) {
+        if (i + kRowsAhead < until) {
+          const std::byte* next = rows[i + kRowsAhead];
+          for (int64_t at = 0; at < layout_.row_bytes; at += 64) __builtin_prefetch(next + at);
+        }
+        const int64_t place = first + i;
+        std::memcpy(to.values.get() + layout_.PlaceOffset(place), rows[i],
+                    static_cast<size_t>(layout_.row_bytes));
+        const int64_t key = keys[static_cast<size_t>(i)];
+        to.keys[static_cast<size_t>(place)] = key;
+        to.meta[static_cast<size_t>(place)] = {scores[i],
+                                               RowChecksum(key, rows[i], layout_.row_bytes)};
+      }
+    });
+    to.rows = first + end;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kKeysAhead < end) index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
+      Name(keys[static_cast<size_t>(i)], first + i);
+    }
+  }
+}
+
+// Lets the index name a place of the open segment for the key.
+void SsdStoreImpl::Name(int64_t key, int64_t place) {
   SsdIndex::Entry* entry = index_.Find(key);
   if (entry) {
     Release(entry->row);
   } else {
     entry = &index_.Insert(key);
   }
-  const int64_t place = open_->rows++;
-  const int64_t block = place / layout_.rows_per_block, in_block = place % layout_.rows_per_block;
-  std::memcpy(open_->values.get() + block * layout_.block_bytes + in_block * layout_.row_bytes, row,
-              static_cast<size_t>(layout_.row_bytes));
   entry->row = static_cast<uint32_t>(layout_.FirstRow(open_->segment) + place);
-  entry->checksum = RowChecksum(key, row, layout_.row_bytes);
-  open_->keys[static_cast<size_t>(place)] = key;
-  open_->meta[static_cast<size_t>(place)] = {score, entry->checksum};
+  entry->checksum = open_->meta[static_cast<size_t>(place)].checksum;
   ++segments_[static_cast<size_t>(open_->segment)].live;
 }
 
@@ -317,16 +348,21 @@ void SsdStoreImpl::Compact() {
 void SsdStoreImpl::Empty(int64_t number) {
   const SegmentRows rows = ReadSegment(number);
   const int64_t first = layout_.FirstRow(number);
+  std::vector<int64_t> keys;
+  std::vector<uint64_t> scores;
+  std::vector<const std::byte*> live;
   for (size_t i = 0; i < rows.keys.size(); ++i) {
+    if (i + size_t{kKeysAhead} < rows.keys.size()) index_.Prefetch(rows.keys[i + kKeysAhead]);
     const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
     const SsdIndex::Entry* entry = index_.Find(rows.keys[i]);
     if (!entry || entry->row != row) continue;
-    const std::byte* data =
-        rows.values.get() + (layout_.ValueOffset(row) - layout_.ValueOffset(first));
-    Verify(row, entry->checksum, rows.keys[i], data);
-    Append(rows.keys[i], data, rows.scores[i]);
-    ++moved_rows_;
+    live.push_back(rows.values.get() + layout_.PlaceOffset(static_cast<int64_t>(i)));
+    Verify(row, entry->checksum, rows.keys[i], live.back());
+    keys.push_back(rows.keys[i]);
+    scores.push_back(rows.scores[i]);
   }
+  Append(keys, live.data(), scores.data());
+  moved_rows_ += static_cast<int64_t>(keys.size());
   // Not live, and yet not retired by the last row that left: there was none.
   if (segments_[static_cast<size_t>(number)].state == State::kWritten) Retire(number);
 }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 2048;
 constexpr int64_t kReadsPerTask = 256;
-constexpr int64_t kPrefetchDistance = 8;
+constexpr int64_t kKeysAhead = 16;
 constexpr int kQueueDepth = 128;
 
 }  // namespace
@@ -105,8 +105,8 @@ std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t>
   ParallelFor(tasks, [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kKeysPerTask, n);
     for (int64_t i = task * kKeysPerTask; i < end; ++i) {
-      if (i + kPrefetchDistance < end) {
-        index_.Prefetch(keys[static_cast<size_t>(i + kPrefetchDistance)]);
+      if (i + kKeysAhead < end) {
+        index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
       }
       const SsdIndex::Entry* entry = index_.Find(keys[static_cast<size_t>(i)]);
       found[i] = entry != nullptr;
@@ -252,19 +252,22 @@ void SsdStoreImpl::Contains(std::span<const int64_t> keys, uint8_t* found) const
 
 void SsdStoreImpl::Put(std::span<const int64_t> keys, const std::byte* rows,
                        const uint64_t* scores) {
+  std::vector<const std::byte*> scattered(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    scattered[i] = rows + static_cast<int64_t>(i) * layout_.row_bytes;
+  }
+  PutScattered(keys, scattered.data(), scores);
+}
+
+void SsdStoreImpl::PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
+                                const uint64_t* scores) {
   std::unique_lock guard(lock_);
   RequireWritable();
   RequireKeys(keys);
   RequireRoom(keys);
-  const auto n = static_cast<int64_t>(keys.size());
   const SegmentBuffer* before = open_.get();
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kPrefetchDistance < n) {
-      index_.Prefetch(keys[static_cast<size_t>(i + kPrefetchDistance)]);
-    }
-    Append(keys[static_cast<size_t>(i)], rows + i * layout_.row_bytes, scores[i]);
-  }
-  bytes_put_ += n * layout_.row_bytes;
+  Append(keys, rows, scores);
+  bytes_put_ += static_cast<int64_t>(keys.size()) * layout_.row_bytes;
   if (open_.get() != before) Compact();
 }
 

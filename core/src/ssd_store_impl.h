@@ -83,6 +83,8 @@ class SsdStoreImpl final : public SsdStore {
            uint8_t* found) const override;
   void Contains(std::span<const int64_t> keys, uint8_t* found) const override;
   void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override;
+  void PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
+                    const uint64_t* scores) override;
   void Erase(std::span<const int64_t> keys) override;
   void Clear() override;
   void Flush() override;
@@ -129,7 +131,8 @@ class SsdStoreImpl final : public SsdStore {
   void Verify(uint32_t row, uint32_t checksum, int64_t key, const std::byte* data) const;
 
   // ssd_segments.cpp; the caller has exclusive access unless the method is const
-  void Append(int64_t key, const std::byte* row, uint64_t score);
+  void Append(std::span<const int64_t> keys, const std::byte* const* rows, const uint64_t* scores);
+  void Name(int64_t key, int64_t place);
   void OpenSegment();
   void Seal();
   void Release(uint32_t row);

@@ -24,6 +24,16 @@ void Store::Attach() {
   }
 }
 
+void Store::PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
+                         const uint64_t* scores) {
+  const auto bytes = static_cast<size_t>(row_bytes_);
+  const PooledBuffer together(keys.size() * bytes);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    std::memcpy(together.as<std::byte>() + i * bytes, rows[i], bytes);
+  }
+  Put(keys, together.as<std::byte>(), scores);
+}
+
 void Store::Snapshot(const std::string& name) {
   throw InvalidState(Describe() + " keeps no snapshots, so '" + name + "' cannot be saved");
 }

@@ -49,7 +49,6 @@ void Table::FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below,
 
 void Table::WriteBack(std::span<const Evicted> rows) {
   if (!options_.store) return;
-  const auto bytes = static_cast<size_t>(stored_row_bytes());
   std::vector<const Evicted*> dirty;
   for (const Evicted& gone : rows) {
     if (dirty_[static_cast<size_t>(gone.slot)]) dirty.push_back(&gone);
@@ -57,18 +56,19 @@ void Table::WriteBack(std::span<const Evicted> rows) {
   if (!rows.empty()) ++layout_;  // an export would meet them twice, or not at all
   std::vector<int64_t> keys;
   std::vector<uint64_t> scores;
-  const PooledBuffer buffer(std::min(dirty.size(), kRowsPerPut) * bytes);
+  std::vector<const std::byte*> data;
   for (size_t begin = 0; begin < dirty.size(); begin += kRowsPerPut) {
     const size_t n = std::min(kRowsPerPut, dirty.size() - begin);
     keys.resize(n);
     scores.resize(n);
+    data.resize(n);
     for (size_t j = 0; j < n; ++j) {
       const Evicted& gone = *dirty[begin + j];
       keys[j] = gone.key;
       scores[j] = gone.score;
-      std::memcpy(buffer.as<std::byte>() + j * bytes, rows_.at(gone.row), bytes);
+      data[j] = rows_.at(gone.row);
     }
-    options_.store->Put(keys, buffer.as<std::byte>(), scores.data());
+    options_.store->PutScattered(keys, data.data(), scores.data());
     if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
     for (size_t j = 0; j < n; ++j) dirty_[static_cast<size_t>(dirty[begin + j]->slot)] = 0;
     stats_.write_backs += static_cast<int64_t>(n);

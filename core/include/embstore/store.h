@@ -65,6 +65,10 @@ class Store {
   // Of duplicate keys the last one counts.
   virtual void Put(std::span<const int64_t> keys, const std::byte* rows,
                    const uint64_t* scores) = 0;
+  // The same for rows that lie apart: rows[i] is where the row of keys[i] is. The default copies
+  // them together.
+  virtual void PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
+                            const uint64_t* scores);
   virtual void Erase(std::span<const int64_t> keys) = 0;
   virtual void Clear() = 0;
   virtual void Flush() {}
