@@ -72,9 +72,9 @@ Table::InsertPass Table::Insert(const int64_t* keys, Places places,
       }
       mine = share;
     }
-    constexpr size_t kAhead = 16;
+    const size_t ahead = evict ? 3 : 16;  // whole buckets fill the first cache soon
     for (size_t at = 0; at < mine.size(); ++at) {
-      if (at + kAhead < mine.size()) index_->Prefetch(keys[mine[at + kAhead]], evict);
+      if (at + ahead < mine.size()) index_->Prefetch(keys[mine[at + ahead]], evict);
       const uint32_t i = mine[at];
       const int64_t key = keys[i];
       // An earlier occurrence may have inserted the key.
@@ -96,12 +96,14 @@ Table::InsertPass Table::Insert(const int64_t* keys, Places places,
         }
       }
       places.slots[i] = slot;
-      places.rows[i] = kMissingRow;
+      // Who replaces a victim has its row; new rows are numbered below.
+      places.rows[i] = evict && slot != kNoSlot ? index_->row(slot) : kMissingRow;
       (inserted ? pass.inserted : slot == kNoSlot ? pass.blocked : pass.repeated).push_back(i);
     }
   });
   for (int64_t part = 1; part < parts; ++part) passes[0].Append(passes[static_cast<size_t>(part)]);
   InsertPass& pass = passes[0];
+  if (evict) return std::move(pass);
   // Numbered in the order of the batch, so that rows do not depend on the threads either.
   const auto number = [&](std::span<const uint32_t> occurrences, bool fresh) {
     constexpr int64_t kPerTask = 2048, kAhead = 16;
@@ -118,9 +120,9 @@ Table::InsertPass Table::Insert(const int64_t* keys, Places places,
       }
     });
   };
-  number(pass.inserted, !evict);  // who replaces a victim has its row
+  number(pass.inserted, true);
   number(pass.repeated, false);
-  if (!evict) rows_.Take(std::ssize(pass.inserted));
+  rows_.Take(std::ssize(pass.inserted));
   return std::move(pass);
 }
 
@@ -162,7 +164,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const
     stats_.inserts += rows;
     done.inserted.clear();
   };
-  insert_if_room();
+  if (index_->size() < index_->capacity()) insert_if_room();
   // A full bucket of a table that may grow: double until there is room.
   while (!blocked.empty() && index_->CanGrow()) {
     finish_rows();  // growing may fail, and rows that have a key must be whole by then
