@@ -113,7 +113,8 @@ def main() -> None:
         )
 
     dynamic_model = ClickModel(dynamic("user"), dynamic("item"))
-    table_bytes = dynamic_model.user.table.stats().bytes
+    table = dynamic_model.user.table
+    table_bytes = table.stats().bytes + table.capacity * table.row_bytes  # once it is full
     hashed_rows = table_bytes // (2 * 4 * DIM)  # a weight and Adagrad's sum for each component
     hashed_model = ClickModel(Hashed(hashed_rows), Hashed(hashed_rows))
     hashed_model.top.load_state_dict(dynamic_model.top.state_dict())
@@ -150,11 +151,11 @@ def main() -> None:
 
     half = options.steps // 2
     truth = np.concatenate(clicks_seen[half:])
-    stats = dynamic_model.user.table.stats()
+    stats = table.stats()
     print(
         f"\nids so far: {stream.seen:,} for 2 x {stats.capacity:,} rows; evicted: {stats.evictions:,} users"
     )
-    print(f"memory of a table: dynamic {table_bytes:,} bytes, hashed {hashed_rows * 2 * 4 * DIM:,} bytes")
+    print(f"memory of a table: dynamic {stats.bytes:,} bytes, hashed {hashed_rows * 2 * 4 * DIM:,} bytes")
     for name in models:
         print(f"held-out AUC, {name:8s} {auc(np.concatenate(scores[name][half:]), truth):.4f}")
 
