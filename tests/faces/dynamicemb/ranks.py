@@ -121,7 +121,7 @@ atexit.register(_end)
 
 
 def run(
-    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 40.0, **keywords: Any
+    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 90.0, **keywords: Any
 ) -> list[Any]:
     """What the function returned on each rank. RankFailed when one raised; TimeoutError when one hangs."""
     global _pool
