@@ -1,4 +1,4 @@
-"""A trainer to be killed: for every line it reads a new one, which prints its process id and "ready".
+"""A trainer to be killed, started by forked_trainers.py; it prints "ready".
 
 Each generation assigns its number to every row, replaces a dump in one step, appends to a log, and
 compacts the log now and then.
@@ -6,8 +6,6 @@ compacts the log now and then.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +63,3 @@ def main(folder: Path) -> None:
         log.append(tables)
         if number % 2 == 0:
             log.compact()
-
-
-if __name__ == "__main__":
-    for _ in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            print(os.getpid(), flush=True)
-            main(Path(sys.argv[1]))
-        os.waitpid(child, 0)
-        print("gone", flush=True)

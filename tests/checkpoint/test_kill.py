@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_trainers
 import pytest
 from checkpoint.kill_target import advance, generation_of, table
 
@@ -48,7 +49,10 @@ def test_killed_at_random_moments_the_old_or_the_new_state_verifies(tmp_path: Pa
     advanced = 0
     script = str(Path(__file__).with_name("kill_target.py"))
     with subprocess.Popen(
-        [sys.executable, script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, forked_trainers.__file__, script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as target:
         assert target.stdin and target.stdout
         try:

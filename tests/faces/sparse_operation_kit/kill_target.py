@@ -1,4 +1,4 @@
-"""A trainer to be killed: for every line it reads a new one, which says "dump N" before it begins dump N.
+"""A trainer to be killed, started by forked_trainers.py; it says "dump N" before it begins dump N.
 
 TensorFlow is imported once and used only by the trainers, since importing takes longer than all else here.
 Every step subtracts 1 from the velocity and adds the velocity to the row, so after n steps all velocities are
@@ -6,8 +6,6 @@ Every step subtracts 1 from the velocity and adds the velocity to the row, so af
 """
 
 import os
-import sys
-from pathlib import Path
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -32,13 +30,3 @@ def main(folder):
         wrapper.apply_gradients([(ones, dynamic), (ones, static)])
         print("dump", int(wrapper.iterations), flush=True)
         sok.dump(folder, [dynamic, static], wrapper)
-
-
-if __name__ == "__main__":
-    for _ in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            print(os.getpid(), flush=True)
-            main(Path(sys.argv[1]))
-        os.waitpid(child, 0)
-        print("gone", flush=True)

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_trainers
 import numpy as np
 import pytest
 
@@ -40,7 +41,7 @@ def generation(folder):
 def test_killed_at_random_moments_of_a_dump_the_old_or_the_new_one_is_there(tmp_path):
     script = str(Path(__file__).with_name("kill_target.py"))
     target = subprocess.Popen(
-        [sys.executable, script, str(tmp_path / "weights")],
+        [sys.executable, forked_trainers.__file__, script, str(tmp_path / "weights")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
