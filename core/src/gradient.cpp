@@ -183,8 +183,7 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
     for (size_t i = 0; i < items.size(); ++i) {
       if (i > 0 && items[i].row == items[i - 1].row) continue;
       const Slot slot = request.slots->slots()[items[i].index];
-      result.keys[static_cast<size_t>(at++)] =
-          index.groups[slot / IndexGroup::kSlots].keys[slot % IndexGroup::kSlots];
+      result.keys[static_cast<size_t>(at++)] = index.key(slot);
     }
   });
   return result;

@@ -27,11 +27,9 @@ namespace {
 #include "optimizers.inc"
 #include "probe.inc"
 
-constexpr int64_t kCacheLine = 64;
-
 EMBSTORE_INLINE void PrefetchBytes(const void* p, int64_t bytes) {
   const char* const begin = static_cast<const char*>(p);
-  for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(begin + at);
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(begin + at);
   // Rows need not start on a cache line.
   __builtin_prefetch(begin + bytes - 1);
 }

@@ -98,8 +98,7 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
         NoteMissing(keys[static_cast<size_t>(begin + i)], static_cast<uint32_t>(begin + i));
         continue;
       }
-      constexpr Slot kGroup = IndexGroup::kSlots;
-      uint64_t& record = view.groups[found[i] / kGroup].scores[found[i] % kGroup];
+      uint64_t& record = view.score(found[i]);
       uint64_t renewed = (record & kKept) | now;
       random_ = random_ * 6364136223846793005ULL + 1442695040888963407ULL;
       const uint64_t frequency = record >> kFrequencyShift;

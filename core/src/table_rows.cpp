@@ -137,8 +137,7 @@ void Table::FindHere(std::span<const int64_t> keys, Places places, BatchScore sc
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = places.slots[i];
     if (slot == kNoSlot) continue;
-    RenewScore(view.groups[slot / IndexGroup::kSlots].scores[slot % IndexGroup::kSlots],
-               score.update, score.score);
+    RenewScore(view.score(slot), score.update, score.score);
   }
 }
 

@@ -44,17 +44,6 @@ struct Occurrence {
   uint32_t index;
 };
 
-// The tables of KeyIndex as the probe needs them (see key_index.h).
-struct IndexView {
-  const uint8_t* digests = nullptr;  // buckets x digest_lines x 64
-  struct IndexGroup* groups = nullptr;
-  uint64_t base_buckets = 1;  // B0
-  uint64_t split_mask = 0;    // 2^k - 1
-  uint32_t bucket_capacity = 0;
-  uint32_t digest_lines = 0, bucket_groups = 0;  // of a bucket
-  bool mostly_home = true;  // most keys lie in their home group: look there before the digests
-};
-
 // A cache line of the index: slots 3 g, 3 g + 1 and 3 g + 2.
 struct alignas(64) IndexGroup {
   static constexpr int64_t kSlots = 3;
@@ -64,6 +53,24 @@ struct alignas(64) IndexGroup {
   uint32_t away;  // keys of the bucket whose home this is, and that lie in another group
 };
 static_assert(sizeof(IndexGroup) == 64);
+
+// The tables of KeyIndex as the probe needs them (see key_index.h).
+struct IndexView {
+  const uint8_t* digests = nullptr;  // buckets x digest_lines x 64
+  IndexGroup* groups = nullptr;
+  uint64_t base_buckets = 1;  // B0
+  uint64_t split_mask = 0;    // 2^k - 1
+  uint32_t bucket_capacity = 0;
+  uint32_t digest_lines = 0, bucket_groups = 0;  // of a bucket
+  bool mostly_home = true;  // most keys lie in their home group: look there before the digests
+
+  int64_t key(Slot slot) const {
+    return groups[slot / IndexGroup::kSlots].keys[slot % IndexGroup::kSlots];
+  }
+  uint64_t& score(Slot slot) const {
+    return groups[slot / IndexGroup::kSlots].scores[slot % IndexGroup::kSlots];
+  }
+};
 
 inline constexpr int64_t kLine = 64;  // bytes of a cache line
 

@@ -12,7 +12,7 @@
 // Invariants
 //  1. settled[slot] == kSettled  <=>  the row is saved, read, or younger than the snapshot.
 //  2. Every row is given out once; all of them are rows() in number, whatever happens to the table.
-//  3. Growth moves rows to higher slots only, with their mark, so a reader never misses one.
+//  3. Growth moves keys to higher slots only, with their mark, so a reader never misses one.
 #pragma once
 
 #include <atomic>
