@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embstore.checkpoint.files import Draft, crc32, file_crc32, read_sealed, sealed, write_durably
+from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.files import crc32, file_crc32, read_sealed, sealed, write_durably
 from embstore.checkpoint.ranks import CheckpointError
 
 HEADER_BYTES = 296

@@ -487,6 +487,23 @@ class Table:
                 f"their buckets are full; a larger max_capacity (now {max_capacity}) helps"
             )
 
+    def exchange(self, other: Table) -> None:
+        """Swaps everything with another table of the same shape, in one step for those who read it: how rows
+        that were built aside become the rows of a table in use."""
+        ours, theirs = self.options, other.options
+        if self.store is not None or other.store is not None:
+            raise ValueError(f"table {self.name!r} should not be exchanged: its rows live in a store")
+        if (ours.dim, ours.dtype, ours.optimizer.engine_name) != (
+            theirs.dim,
+            theirs.dtype,
+            theirs.optimizer.engine_name,
+        ):
+            raise ValueError(f"other should have the dim, dtype and optimizer of table {self.name!r}")
+        for name in ("options", "optimizer_step", "_learning_rate", "_core"):
+            mine = getattr(self, name)
+            setattr(self, name, getattr(other, name))
+            setattr(other, name, mine)
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self.store is not None:
             raise TypeError(f"table {self.name!r} should not be copied or pickled: its rows live in a store")

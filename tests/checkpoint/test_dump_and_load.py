@@ -217,8 +217,11 @@ def test_ages_of_the_newest_layout_become_times_again(tmp_path: Path) -> None:
     ours, theirs = table.rows().scores, back.rows().scores
     np.testing.assert_array_equal(np.argsort(ours, kind="stable"), np.argsort(theirs, kind="stable"))
     assert len(set((theirs - ours).tolist())) == 1, "all are shifted by the same time"
-    with pytest.raises(embstore.CheckpointError, match="evict_strategy"):
-        embstore.load(tmp_path / "d", {"model": {"user": make()}})
+    other = make()
+    with pytest.warns(UserWarning, match="scores of table 'user' start fresh.*KLru.*'step'"):
+        embstore.load(tmp_path / "d", {"model": {"user": other}}, optim=True)
+    np.testing.assert_array_equal(other.rows().states, table.rows().states)
+    assert (other.rows().scores == 1).all()
 
 
 def test_padded_rowwise_states_are_read(tmp_path: Path) -> None:
@@ -342,9 +345,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     embstore.dump(tmp_path / "d", {"model": {"user": table}}, optim=True)
     for what, other in {
         "dim": make(dim=6),
-        "dtype": make(dtype="float16"),
         "optimizer": make(optimizer=embstore.Adagrad()),
-        "score_strategy": make(score_strategy="lfu"),
     }.items():
         with pytest.raises(embstore.CheckpointError, match=f"model/user: {what} of table 'user'"):
             embstore.load(tmp_path / "d", {"model": {"user": other}}, optim=True)
@@ -355,6 +356,49 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         embstore.load(tmp_path / "d", {"other": {"user": make()}})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         embstore.load(tmp_path / "nowhere", {"model": {"user": make()}})
+
+
+@pytest.mark.parametrize("optim", [False, True])
+@pytest.mark.parametrize(
+    "theirs, ours", [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")]
+)
+def test_rows_of_another_dtype_are_rounded_and_states_kept(
+    tmp_path: Path, theirs: str, ours: str, optim: bool
+) -> None:
+    table, back, oracle = make(dtype=theirs), make(dtype=ours), make(dtype=ours)
+    train(table, 3)
+    embstore.dump(tmp_path / "d", {"model": {"user": table}}, optim=True)
+    embstore.load(tmp_path / "d", {"model": {"user": back}}, optim=optim)
+    rows = table.rows()
+    oracle.insert_or_assign(rows.keys, rows.values, states=rows.states, scores=rows.scores)
+    require_same(oracle, back, states=optim)
+    assert (back.rows().values != rows.values).any() == (ours != "float32")
+
+
+@pytest.mark.parametrize("theirs", [s.name.lower() for s in embstore.ScoreStrategy])
+@pytest.mark.parametrize("ours", [s.name.lower() for s in embstore.ScoreStrategy])
+def test_scores_of_another_strategy_start_fresh_with_a_warning(
+    tmp_path: Path, theirs: str, ours: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    table, back = make(score_strategy=theirs), make(score_strategy=ours)
+    train(table, 3)
+    if ours == "step":
+        back.score = 77
+    before = back.score
+    embstore.dump(tmp_path / "d", {"model": {"user": table}}, optim=True)
+    embstore.load(tmp_path / "d", {"model": {"user": back}}, optim=True)
+    stored, loaded = table.rows(), back.rows()
+    for name in ("keys", "values", "states"):
+        np.testing.assert_array_equal(getattr(stored, name), getattr(loaded, name))
+    clocks = {"timestamp", "no_eviction"}
+    if ours in (theirs, "customized") or {theirs, ours} == clocks:
+        np.testing.assert_array_equal(stored.scores, loaded.scores)
+        assert not recwarn.list
+    else:
+        (warning,) = recwarn.list
+        assert f"'user' start fresh: those of {tmp_path}" in str(warning.message)
+        fresh = loaded.scores
+        assert (fresh >= before).all() if ours in clocks else (fresh == (77 if ours == "step" else 1)).all()
 
 
 def test_a_newer_format_and_a_forged_manifest_are_refused(tmp_path: Path) -> None:
@@ -392,7 +436,8 @@ def test_a_smaller_table_keeps_the_highest_scores(tmp_path: Path, layout: str, s
     large.insert_or_assign(keys, np.repeat(scores[:, None], 5, 1), scores=scores)
     embstore.dump(tmp_path / "d", {"model": {"user": large}}, optim=True, layout=layout)
     small = make(score_strategy=strategy, init_capacity=128, max_capacity=128)  # one bucket
-    embstore.load(tmp_path / "d", {"model": {"user": small}}, optim=True)
+    with pytest.warns(UserWarning, match="'user' has no room for 872 of 1000 rows"):
+        embstore.load(tmp_path / "d", {"model": {"user": small}}, optim=True)
     kept = small.rows()
     assert sorted(kept.scores.tolist()) == list(range(873, 1001))
     np.testing.assert_array_equal(kept.values[:, 0], kept.scores)

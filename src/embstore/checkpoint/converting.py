@@ -20,8 +20,8 @@ import numpy as np
 
 import embstore.checkpoint.merging as merging
 import embstore.checkpoint.one_embedding_files as one_embedding_files
+from embstore.checkpoint.drafts import Draft, check_target
 from embstore.checkpoint.dumping import start
-from embstore.checkpoint.files import Draft, check_target
 from embstore.checkpoint.layouts import WRITTEN
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.ranks import CheckpointError, Ranks

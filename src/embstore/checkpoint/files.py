@@ -1,18 +1,13 @@
-"""Bytes on disk: written at offsets, summed in parts, made durable, published by rename.
-
-.model.partial-3f2a/   ──rename──►   model/          complete or not there at all
-"""
+"""Bytes on disk: written at offsets, summed in parts, made durable; read back with suspicion."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
 import json
 import os
-import secrets
-import shutil
+import signal
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +21,8 @@ from embstore.arrays import address
 from embstore.checkpoint.ranks import CheckpointError
 
 READ_BYTES = 1 << 20
+MOST_JSON_BYTES = 256 << 20
 _local = threading.local()
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def write_at(fd: int, array: npt.NDArray[Any], offset: int) -> None:
@@ -64,19 +58,95 @@ def _read_buffer() -> npt.NDArray[np.uint8]:
     return buffer
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read from. Raises CheckpointError where there is no regular file: reading a pipe would
+    wait for ever, reading a device would not end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise CheckpointError(f"{path}: is missing") from error
+        if error.errno == errno.ENXIO:  # a socket
+            raise CheckpointError(f"{path}: is not a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path}: is not a regular file")
+    return fd
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a regular file. Raises CheckpointError where there is none."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise CheckpointError(f"{path}: is missing") from error
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: is not a regular file")
+    return status.st_size
+
+
+def read_into(fd: int, path: Path, offset: int, target: npt.NDArray[np.uint8]) -> None:
+    """Fills a contiguous array from a file. Raises CheckpointError where the file ends too early."""
+    view = target.data.cast("B") if target.size else memoryview(b"")
+    while view:
+        got = os.preadv(fd, [view], offset)
+        if not got:
+            raise CheckpointError(f"{path}: the file ends {len(view)} bytes too early")
+        view, offset = view[got:], offset + got
+
+
 def file_crc32(path: Path, offset: int = 0, size: int | None = None) -> int:
     """The CRC-32 of a file, or of a range of it."""
-    size = path.stat().st_size - offset if size is None else size
     buffer = _read_buffer()
     crc = 0
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size - offset if size is None else size
         while size:
-            got = file.readinto(buffer.data[: min(size, len(buffer))])
-            if not got:
-                raise CheckpointError(f"{path}: the file ends {size} bytes too early")
-            crc, size = crc32(buffer[:got], crc), size - got
+            part = buffer[: min(size, len(buffer))]
+            read_into(fd, path, offset, part)
+            crc, size, offset = crc32(part, crc), size - len(part), offset + len(part)
+    finally:
+        os.close(fd)
     return crc
+
+
+def read_json(path: Path) -> Any:
+    """A JSON document. Raises CheckpointError where the file is something else."""
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > MOST_JSON_BYTES:
+            raise CheckpointError(f"{path}: expected at most {MOST_JSON_BYTES} bytes of JSON, found {size}")
+        raw = np.empty(size, np.uint8)
+        read_into(fd, path, 0, raw)
+    finally:
+        os.close(fd)
+    try:
+        return json.loads(raw.tobytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not a JSON document: {error}") from error
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Lets Ctrl-C take effect at the end of the block. For short steps that must not be torn apart."""
+    before = signal.getsignal(signal.SIGINT)
+    # Python runs handlers in the main thread alone; one that is not Python's cannot be put back.
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    held: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held and callable(before):
+            before(*held[0])
 
 
 def sync_folder(path: Path) -> None:
@@ -105,101 +175,14 @@ def sealed(document: dict[str, Any]) -> str:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """The inverse of `sealed`. Raises CheckpointError when the file was changed or cut off."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: is not a JSON document: {error}") from error
+    document = read_json(path)
     if not isinstance(document, dict) or "crc32" not in document:
         raise CheckpointError(f"{path}: has no checksum of itself")
     expected = document.pop("crc32")
-    text = json.dumps(document, indent=1, sort_keys=True, ensure_ascii=True)
+    try:
+        text = json.dumps(document, indent=1, sort_keys=True, ensure_ascii=True)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand levels
+        raise CheckpointError(f"{path}: is not a document of ours: {error}") from error
     if crc32(np.frombuffer(text.encode(), np.uint8)) != expected:
         raise CheckpointError(f"{path}: its checksum is wrong")
     return document
-
-
-class Draft:
-    """A folder that is being written beside its target. `publish` renames it; until then the target is
-    as it was. Held by a lock, so that a later draft can remove what a killed process left behind."""
-
-    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
-        self.target = target
-        self.overwrite = overwrite
-        check_target(target, overwrite=overwrite)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(target)
-        self.path = target.parent / f".{target.name[:100]}.partial-{secrets.token_hex(8)}"
-        self.path.mkdir()
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def publish(self) -> None:
-        """Makes the folder durable and gives it its name."""
-        for folder, _, _ in os.walk(self.path):
-            sync_folder(Path(folder))
-        if self.overwrite and self.target.exists():
-            exchange(self.path, self.target)
-            sync_folder(self.target.parent)
-            shutil.rmtree(self.path)
-        else:
-            check_target(self.target)
-            os.rename(self.path, self.target)
-        sync_folder(self.target.parent)
-        os.close(self._lock)
-
-    def discard(self) -> None:
-        """Removes what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-    @contextlib.contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Publishes at the end of the block, or removes what was written when anything fails."""
-        try:
-            yield
-            self.publish()
-        except BaseException:
-            self.discard()
-            raise
-
-
-def check_target(target: Path, *, overwrite: bool = False) -> None:
-    """Raises unless a dump may be published there."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"path should be a folder, or not there yet, but is a file: {target}")
-    if not overwrite and target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"path should be an empty folder, or not there yet, but has files: {target}")
-
-
-def remove_abandoned(target: Path) -> None:
-    """Removes drafts of this target whose writer is gone."""
-    for draft in drafts_of(target):
-        try:
-            fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # somebody is writing it
-        else:
-            shutil.rmtree(draft, ignore_errors=True)
-        finally:
-            os.close(fd)
-
-
-def drafts_of(target: Path) -> Iterator[Path]:
-    """Folders beside the target that are not published."""
-    if target.parent.is_dir():
-        prefix = f".{target.name[:100]}.partial-"
-        yield from (path for path in target.parent.iterdir() if path.name.startswith(prefix))
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Swaps two names in one step, so that there is no moment without either."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    done = libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    if done != 0:
-        code = ctypes.get_errno()
-        reason = "the file system cannot swap folders" if code == errno.EINVAL else os.strerror(code)
-        raise OSError(code, f"{reason}, so {other} stays as it was; dump to a new path instead")

@@ -10,7 +10,7 @@
     log.compact()       # a new base
 
 Every entry is published by rename and names its number and the entry before it, so a gap, a duplicate or
-an entry of another log is refused.
+an entry of another log is refused. docs/formats.md says what a reader may rely on.
 """
 
 from __future__ import annotations
@@ -18,22 +18,36 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from embstore.checkpoint.applying import Change, Replacement
+from embstore.checkpoint.drafts import drafts_in, is_unconfirmed, remove_published, remove_unlocked
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of, snapshot_all, start
-from embstore.checkpoint.files import sync_folder
-from embstore.checkpoint.loading import fresh_state, load, place_blocks, require_fit, restore_counters
-from embstore.checkpoint.merging import removed_keys, rewrite
+from embstore.checkpoint.files import interrupts_held, sync_folder
+from embstore.checkpoint.log_entries import facts_of, identities, identity, ownership_in
+from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
-from embstore.checkpoint.reading import Dump, verify
+from embstore.checkpoint.reading import Dump
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import Order, Progress
-from embstore.ownership import Ownership, owner
+from embstore.ownership import Ownership
 
 _ENTRY = re.compile(r"(base|increment)-(\d{12})")
+Entries = dict[str, dict[int, Path]]  # "base" or "increment" -> number -> folder
+T = TypeVar("T")
+
+
+@dataclass
+class _Attempt:
+    """An append whose end this process has not seen: on the disk or not, `_settle` finds out."""
+
+    number: int
+    identity: str = ""
+    taken: list[tuple[Any, Any, Any]] = field(default_factory=list)  # table, changed keys, removed keys
 
 
 class IncrementLog:
@@ -42,12 +56,14 @@ class IncrementLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.applied = -1
+        self._state: frozenset[str] = frozenset()  # identities of what the tables are at
+        self._attempt: _Attempt | None = None
 
     # ---- what there is
 
-    def entries(self) -> dict[str, dict[int, Path]]:
+    def entries(self) -> Entries:
         """Published entries by kind ("base", "increment") and number."""
-        found: dict[str, dict[int, Path]] = {"base": {}, "increment": {}}
+        found: Entries = {"base": {}, "increment": {}}
         if not self.path.is_dir():
             raise FileNotFoundError(f"path should be the folder of an increment log but is: {self.path}")
         for folder in self.path.iterdir():
@@ -59,43 +75,60 @@ class IncrementLog:
     def chain(self) -> list[Dump]:
         """The newest base and all increments after it, in order; each is the successor of the one before.
 
-        Raises CheckpointError when a number is missing, or when an entry is not what its name says.
+        Raises CheckpointError when a number is missing, or when an entry is not what its name says. May be
+        called while others append and compact.
         """
-        entries = self.entries()
+        return self._steady(self._chain)
+
+    def _steady(self, read: Callable[[Entries], T]) -> T:
+        """What `read` makes of the entries. When it fails and the entries are others by now, that is why,
+        and it is tried again."""
+        while True:
+            entries = self.entries()
+            try:
+                return read(entries)
+            except (CheckpointError, FileNotFoundError):
+                if self.entries() == entries:
+                    raise
+
+    def _chain(self, entries: Entries) -> list[Dump]:
         if not entries["base"]:
             raise CheckpointError(f"{self.path}: has no base")
         first = max(entries["base"])
-        chain = [Dump(entries["base"][first])]
-        newer = sorted(number for number in entries["increment"] if number > first)
-        for expected, number in enumerate(newer, first + 1):
-            if number != expected:
-                raise CheckpointError(f"{self._entry('increment', expected)}: is missing, the log has a gap")
-            chain.append(Dump(entries["increment"][number]))
-        for number, dump in enumerate(chain, first):
-            self._check(dump, number, chain[number - first - 1] if number > first else None)
-        return chain
+        base = Dump(entries["base"][first])
+        log = str(facts_of(base, first)["log"])
+        return [base, *self._increments(entries, first, identities(base, first), log)]
 
-    def _check(self, dump: Dump, number: int, previous: Dump | None) -> None:
-        facts = _facts(dump)
-        if facts.get("number") != number:
-            raise CheckpointError(
-                f"{dump.path}: should be number {number} of its log but says: {facts.get('number')}"
-            )
-        if previous is None:
-            return
-        before = _facts(previous)
-        if facts["log"] != before["log"]:
-            raise CheckpointError(f"{dump.path}: belongs to another log")
-        if facts["previous"] not in (_identity(previous), before.get("stands_for")):
-            raise CheckpointError(f"{dump.path}: does not follow {previous.path.name}, the order is wrong")
+    def _increments(self, entries: Entries, after: int, state: frozenset[str], log: str = "") -> list[Dump]:
+        """The increments after a number, checked to follow each other and the state at that number."""
+        found: list[Dump] = []
+        for number in range(after + 1, max(entries["increment"], default=after) + 1):
+            if number not in entries["increment"]:
+                raise CheckpointError(f"{self._entry('increment', number)}: is missing, the log has a gap")
+            dump = Dump(entries["increment"][number])
+            facts = facts_of(dump, number)
+            if log and facts["log"] != log:
+                raise CheckpointError(f"{dump.path}: belongs to another log")
+            # A base that was made of the entry before stands for it.
+            base = entries["base"].get(number - 1)
+            standing = identities(Dump(base), number - 1) if base else frozenset()
+            if standing & state:
+                state |= standing
+            if facts["previous"] not in state:
+                before = self._entry(
+                    "increment" if number - 1 in entries["increment"] else "base", number - 1
+                )
+                raise CheckpointError(f"{dump.path}: does not follow {before.name}, the order is wrong")
+            found.append(dump)
+            log, state = facts["log"], identities(dump, number)
+        return found
 
     def _entry(self, kind: str, number: int) -> Path:
         return self.path / f"{kind}-{number:012d}"
 
     def last(self) -> int:
         """The number of the newest entry."""
-        entries = self.entries()
-        return max([*entries["base"], *entries["increment"]], default=-1)
+        return _last(self.entries())
 
     # ---- the trainer
 
@@ -110,203 +143,237 @@ class IncrementLog:
     ) -> IncrementLog:
         """Writes the tables as number 0 of a new log and keeps track of their changes from now on."""
         log, ranks = IncrementLog(path), ranks_of(group)
+        base = log._entry("base", 0)
 
         def check() -> str:
-            if log.path.is_dir() and any(_ENTRY.fullmatch(p.name) for p in log.path.iterdir()):
+            names = [p.name for p in log.path.iterdir()] if log.path.is_dir() else []
+            if any(_ENTRY.fullmatch(n) and n != base.name for n in names) or (
+                base.name in names and not is_unconfirmed(base)
+            ):
                 raise FileExistsError(f"path should not have an increment log yet but has: {log.path}")
             return secrets.token_hex(16)
 
         facts = {"log": ranks.lead(check), "number": 0}
-        track(tables)
-        order = Order("v1a", optim, facts)
-        sources = snapshot_all(tables, optim, ranks, ownership)
-        start(log._entry("base", 0), {ranks.rank: sources}, ranks.world, order, ranks).run(ranks)
-        log.applied = 0
+        try:
+            ranks.agree(lambda: track(tables))
+            sources = snapshot_all(tables, optim, ranks, ownership)
+            order = Order("v1a", optim, facts)
+            job = start(base, {ranks.rank: sources}, ranks.world, order, ranks)
+            job.run(ranks)
+        except BaseException:
+            track(tables, False)
+            raise
+        log._at(0, frozenset({job.id}))
         return log
+
+    def _at(self, number: int, state: frozenset[str]) -> None:
+        self.applied, self._state, self._attempt = number, state, None
 
     def append(self, tables: Tables, *, group: Any = None) -> int:
         """Writes what changed since the last call as the next increment; returns its number.
 
-        The tables are those that `create` or `load` was called with. On failure every rank raises, the
-        log is as it was, and the changes are part of the next increment.
+        The tables are those that `create` or `load` was called with. On failure every rank raises and the
+        changes are part of the next increment, unless the increment was published nevertheless, which the
+        next call finds out.
         """
         ranks = ranks_of(group)
-
-        def successor() -> tuple[dict[str, Any], bool, dict[str, dict[str, Ownership]]]:
-            last = self.chain()[-1]
-            facts = _facts(last)
-            if facts["number"] != self.applied:
-                raise CheckpointError(
-                    f"{last.path}: tables are at number {self.applied} but the log is at: {facts['number']}"
-                )
-            of = last.manifest
-            assert of is not None
-            following = {"log": facts["log"], "number": facts["number"] + 1, "previous": of.dump}
-            return following, of.optim, _ownership(last)
-
-        facts, optim, ownership = ranks.lead(successor)
+        self._settle(ranks)
+        facts, optim, ownership = ranks.lead(lambda: self._steady(self._successor))
+        number = int(facts["number"])
+        attempt = self._attempt = _Attempt(number)
         sources: list[Source] = []
-        taken: list[tuple[Any, Any, Any]] = []
 
         def take() -> None:
             for collection in sorted(tables):
                 for _, table in sorted(tables[collection].items()):
                     spec = TableSpec.of(table)
-                    rows, removed = table.take_changes()
-                    taken.append((table, rows.keys, removed))
+                    with interrupts_held():  # what is taken and not noted down would be lost
+                        rows, removed = table.take_changes()
+                        attempt.taken.append((table, rows.keys, removed))
                     by = ownership_of(ownership, collection, table.name)
                     sources.append(block_source(collection, spec, len(rows), [rows], removed, by))
 
-        try:
-            ranks.agree(take)
-            order = Order("v1a", optim, facts)
-            path = self._entry("increment", facts["number"])
-            start(path, {ranks.rank: sources}, ranks.world, order, ranks).run(ranks)
-        except BaseException:
-            for table, changed, removed in taken:
-                table.restore_changes(changed, removed)
-            raise
-        self.applied = int(facts["number"])
-        return self.applied
+        ranks.agree(take)
+        path = self._entry("increment", number)
+        job = start(path, {ranks.rank: sources}, ranks.world, Order("v1a", optim, facts), ranks)
+        attempt.identity = job.id
+        job.run(ranks)
+        self._at(number, frozenset({job.id}))
+        return number
+
+    def _successor(self, entries: Entries) -> tuple[dict[str, Any], bool, dict[str, dict[str, Ownership]]]:
+        number = _last(entries)
+        kind = "increment" if number in entries["increment"] else "base"
+        if number not in entries[kind]:
+            raise CheckpointError(f"{self.path}: has no base")
+        last = Dump(entries[kind][number])
+        facts = facts_of(last, number)
+        if number != self.applied:
+            raise CheckpointError(
+                f"{last.path}: tables are at number {self.applied} but the log is at: {number}"
+            )
+        of = last.manifest
+        assert of is not None
+        return {"log": facts["log"], "number": number + 1, "previous": of.dump}, of.optim, ownership_in(last)
+
+    def _settle(self, ranks: Ranks) -> None:
+        """After an append that was interrupted: its increment is there, or its changes are taken up again."""
+        attempts = [
+            a for a in ranks.gather(self._attempt and (self._attempt.number, self._attempt.identity)) if a
+        ]
+        if not attempts:
+            return
+        number, expected = max(attempts)
+
+        def published() -> bool:
+            path = self._entry("increment", number)
+            if not expected or not path.is_dir() or identity(Dump(path)) != expected:
+                return False
+            sync_folder(self.path)
+            return True
+
+        if ranks.lead(published):
+            self._at(number, frozenset({expected}))
+            return
+        for table, changed, removed in self._attempt.taken if self._attempt else []:
+            table.restore_changes(changed, removed)
+        self._attempt = None
 
     # ---- the server, or a trainer that starts again
 
     def load(self, tables: Tables, *, group: Any = None, writable: bool = False) -> int:
         """Makes the tables what the log says; returns the number they are at.
 
-        Rows that were in the tables before are removed. With `writable` their changes are tracked from
-        now on, so that `append` may follow.
+        Everything is checked and built aside first: a table changes in one step, when nothing can fail any
+        more, and a call that raises leaves it as it was. That takes the memory of the rows twice for tables
+        that have rows. Rows of a table over a store are replaced one by one. With `writable` their changes
+        are tracked from now on, so that `append` may follow.
         """
         ranks = ranks_of(group)
-        base, optim, ownership = ranks.lead(self._base)
-        for named in tables.values():
-            for table in named.values():
-                table.clear()
-        load(self._entry("base", base), tables, optim=optim, group=ranks, ownership=ownership)
-        self.applied = base
-        self.follow(tables, group=ranks)
+
+        def build() -> tuple[Replacement, int, frozenset[str]]:
+            first, last = ranks.lead(lambda: self._steady(_span))
+            chain: list[Dump] = []
+
+            def open_all() -> None:
+                entries = self.entries()
+                kept = {n: p for n, p in entries["increment"].items() if first < n <= last}
+                bases = {n: p for n, p in entries["base"].items() if n <= first}
+                chain.extend(self._chain({"base": bases, "increment": kept}))
+
+            ranks.agree(open_all)
+            return Replacement(chain, tables, ranks), last, identities(chain[-1], last)
+
+        replacement, number, state = self._while_changing(build, ranks)
+        replacement.publish()
+        self._at(number, state)
         if writable:
-            track(tables)
+            ranks.agree(lambda: track(tables))
         return self.applied
 
-    def _base(self) -> tuple[int, bool, dict[str, dict[str, Ownership]]]:
-        base = self.chain()[0]
-        return int(_facts(base)["number"]), _optim(base), _ownership(base)
+    def _while_changing(self, work: Callable[[], T], ranks: Ranks) -> T:
+        """`_steady` for all ranks together."""
+        while True:
+            entries = ranks.lead(self.entries)
+            try:
+                return work()
+            except (CheckpointError, FileNotFoundError):
+                if ranks.lead(self.entries) == entries:
+                    raise
 
     def follow(self, tables: Tables, *, group: Any = None) -> list[int]:
-        """Applies the increments that are new; returns their numbers."""
+        """Applies the increments that are new; returns their numbers.
+
+        An increment that is damaged or does not fit raises before a row changes, and the next call tries it
+        again. Where increments were compacted away, the tables are loaded anew.
+        """
         ranks = ranks_of(group)
 
         def plan() -> list[int] | None:
-            chain = self.chain()
-            numbers = [int(_facts(dump)["number"]) for dump in chain]
-            if self.applied < numbers[0]:
-                return None  # compacted away: start from the base again
-            return [number for number in numbers[1:] if number > self.applied]
+            return self._steady(self._news)
 
-        numbers = ranks.lead(plan)
-        if numbers is None:
-            before = self.applied
+        def apply() -> list[int] | None:
+            numbers = ranks.lead(plan)
+            for number in numbers or []:
+                change = Change(self._entry("increment", number), number, tables, ranks)
+                change.apply()
+                self._at(number, change.state)
+            return numbers
+
+        before = self.applied
+        if self._while_changing(apply, ranks) is None:
             self.load(tables, group=ranks)
-            return list(range(before + 1, self.applied + 1))
-        for number in numbers:
-            self._apply(self._entry("increment", number), tables, ranks)
-            self.applied = number
-        return numbers
+        return list(range(before + 1, self.applied + 1))
 
-    def _apply(self, path: Path, tables: Tables, ranks: Ranks) -> None:
-        increment: list[Dump] = []
-
-        def open_increment() -> None:
-            increment.append(Dump(path))
-            for collection, named in tables.items():
-                for name, table in named.items():
-                    if collection not in increment[0] or name not in increment[0][collection]:
-                        raise CheckpointError(f"{path}: table {name!r} of {collection!r} is missing")
-                    require_fit(increment[0][collection][name], TableSpec.of(table), _optim(increment[0]))
-
-        ranks.agree(open_increment)
-        verify(increment[0].tables, ranks)
-
-        def apply() -> None:
-            ownership, optim = _ownership(increment[0]), _optim(increment[0])
-            for collection, named in tables.items():
-                for name, table in named.items():
-                    stored = increment[0][collection][name]
-                    removed = removed_keys(stored)
-                    by = ownership[collection][name]
-                    table.erase(removed[owner(removed, ranks.world, by) == ranks.rank])
-                    place_blocks(stored, table, optim, ranks, by, fresh_state(TableSpec.of(table)))
-                    restore_counters(stored, table, optim)
-
-        ranks.agree(apply)
+    def _news(self, entries: Entries) -> list[int] | None:
+        """The numbers to apply, or None when the tables have to be loaded anew."""
+        last = _last(entries)
+        if self.applied > last:
+            raise CheckpointError(
+                f"{self.path}: tables are at number {self.applied} but the log is at: {last}"
+            )
+        wanted = range(self.applied + 1, last + 1)
+        if self.applied < 0 or not all(number in entries["increment"] for number in wanted):
+            self._chain(entries)  # a gap is an error, not a reason to go back
+            return None
+        self._increments(entries, self.applied, self._state)
+        return list(wanted)
 
     # ---- upkeep, by one process
 
     def compact(self, progress: Progress | None = None) -> int:
-        """Merges the base and its increments into a new base and removes what it replaces.
+        """Merges the base and its increments into a new base; returns its number.
 
-        Returns its number. May run beside the trainer and its servers; those that are behind start
-        from the new base.
+        May run beside the trainer and its servers. What the new base replaces stays until the next
+        compaction, so that whoever reads it can finish.
         """
         chain = self.chain()
         for dump in chain:
             dump.verify()
-        facts = _facts(chain[-1])
+        facts = facts_of(chain[-1])
         number = int(facts["number"])
         if len(chain) > 1:
             # An increment after the new base names the entry that this one stands for.
-            following = {"log": facts["log"], "number": number, "stands_for": _identity(chain[-1])}
+            following = {"log": facts["log"], "number": number, "stands_for": identity(chain[-1])}
             rewrite(chain[0], chain[1:], self._entry("base", number), increment=following, progress=progress)
         self.clean()
         return number
 
     def clean(self) -> None:
-        """Removes entries that a newer base replaces."""
+        """Removes what no reader needs: entries that the base before the newest replaces, and what killed
+        writers left."""
         entries = self.entries()
-        newest = max(entries["base"], default=-1)
-        old = [path for number, path in entries["base"].items() if number < newest]
-        old += [path for number, path in sorted(entries["increment"].items()) if number <= newest]
-        for path in old:
-            # First out of sight, so that a half removed folder is never taken for an entry.
-            hidden = path.with_name(f".{path.name}.partial-removed")
-            shutil.rmtree(hidden, ignore_errors=True)
-            os.rename(path, hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+        bases = sorted(entries["base"])
+        if bases:
+            kept = bases[-2:][0]
+            old = [path for number, path in sorted(entries["base"].items()) if number < kept]
+            old += [path for number, path in sorted(entries["increment"].items()) if number <= kept]
+            for path in old:
+                remove_published(path)
+        last = _last(entries)
+        for draft in drafts_in(self.path):
+            match = _ENTRY.match(draft.name, 1)
+            # The next increment may be on its way, from a machine whose locks are not seen here.
+            if match and (match[1] == "base" or int(match[2]) <= last):
+                remove_unlocked(draft)
         sync_folder(self.path)
 
     def verify(self) -> int:
         """Reads everything that counts; returns how many bytes were right."""
-        return sum(dump.verify() for dump in self.chain())
+        return self._steady(lambda entries: sum(dump.verify() for dump in self._chain(entries)))
 
 
-def track(tables: Tables) -> None:
+def track(tables: Tables, on: bool = True) -> None:
     for named in tables.values():
         for table in named.values():
-            table.track_changes()
+            table.track_changes(on)
 
 
-def _facts(dump: Dump) -> dict[str, Any]:
-    of = dump.manifest
-    if of is None or not of.increment:
-        raise CheckpointError(f"{dump.path}: is not an entry of an increment log")
-    return of.increment
+def _last(entries: Entries) -> int:
+    return max([*entries["base"], *entries["increment"]], default=-1)
 
 
-def _identity(dump: Dump) -> str:
-    of = dump.manifest
-    assert of is not None
-    return of.dump
-
-
-def _ownership(dump: Dump) -> dict[str, dict[str, Ownership]]:
-    return {
-        collection: {name: t.entry.ownership for name, t in dump[collection].items() if t.entry}
-        for collection in dump
-    }
-
-
-def _optim(dump: Dump) -> bool:
-    of = dump.manifest
-    assert of is not None
-    return of.optim
+def _span(entries: Entries) -> tuple[int, int]:
+    if not entries["base"]:
+        raise CheckpointError("the log has no base")
+    return max(entries["base"]), _last(entries)

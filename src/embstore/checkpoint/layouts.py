@@ -11,11 +11,13 @@ We write v1a and v2, and read all four. See docs/formats.md.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embstore.checkpoint.files import file_size, read_json
 from embstore.checkpoint.names import STATE_MARK, file_stem
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import FILE_STATES, ORIGINAL_TYPES, TableSpec
@@ -128,27 +130,22 @@ def stems_in(folder: Path) -> list[str]:
 
 
 def _rows(path: Path, item: int, what: str) -> int:
-    size = path.stat().st_size
+    size = file_size(path)
     if size % item:
         raise CheckpointError(f"{path}: its {size} bytes are no whole number of {what} of {item} bytes")
     return size // item
 
 
 def _require(path: Path, rows: int, row_bytes: int) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: is missing")
-    size = path.stat().st_size
-    if size != rows * row_bytes:
-        kind = "truncated" if size < rows * row_bytes else "too long"
+    size, expected = file_size(path), rows * row_bytes
+    if size != expected:
+        kind = "truncated" if size < expected else "too long"
         raise CheckpointError(
-            f"{path}: is {kind}: {rows} rows of {row_bytes} bytes should be {rows * row_bytes} bytes "
-            f"but are: {size}"
+            f"{path}: is {kind}: expected {expected} bytes for {rows} rows of {row_bytes} bytes, found {size}"
         )
 
 
 def _width(path: Path, rows: int) -> int:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: is missing")
     if rows == 0:
         _require(path, 0, 4)
         return 0
@@ -177,12 +174,9 @@ def find(folder: Path, stem: str, expected: TableSpec | None, states: bool = Tru
 
 
 def _arguments(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
-    try:
-        arguments = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not a JSON document: {error}") from error
+    arguments = read_json(path)
     if not isinstance(arguments, dict):
         raise CheckpointError(f"{path}: should be a JSON object")
     return arguments

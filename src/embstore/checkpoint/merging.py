@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from embstore.checkpoint.dumping import start
 from embstore.checkpoint.layouts import WRITTEN
+from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.reading import Dump, DumpTable
 from embstore.checkpoint.sources import Source, block_rows, block_source
@@ -24,8 +25,16 @@ Array = npt.NDArray[Any]
 
 def removed_keys(stored: DumpTable) -> npt.NDArray[np.int64]:
     """The tombstones of a table of an increment."""
-    path = stored.folder / removed_file(stored.name)
-    return np.fromfile(path, "<i8") if path.is_file() else np.empty(0, np.int64)
+    name = removed_file(stored.name)
+    if name not in stored.files():
+        raise CheckpointError(f"{stored.folder / name}: is missing, the removed keys of an increment")
+    rows = stored.files()[name]["bytes"] // 8
+    return RowFile(stored.folder / name, "<i8", rows, 1).read(0, rows)[:, 0]
+
+
+def all_keys(stored: DumpTable) -> npt.NDArray[np.int64]:
+    """The keys of a table in memory, in the order of its files."""
+    return np.concatenate([reader.keys(0, reader.part.rows) for reader in stored.readers])
 
 
 class Merged:
@@ -44,8 +53,8 @@ class Merged:
         keys: list[Array] = []
         last: list[Array] = []
         for number, increment in enumerate(increments):
-            for changed, where in ((increment.keys, number), (removed_keys(increment), -1)):
-                keys.append(np.asarray(changed))
+            for changed, where in ((all_keys(increment), number), (removed_keys(increment), -1)):
+                keys.append(changed)
                 last.append(np.full(len(changed), where))
         joined = np.concatenate(keys) if keys else np.empty(0, np.int64)
         whence = np.concatenate(last) if last else np.empty(0, np.int64)
@@ -79,7 +88,7 @@ class Merged:
         counts = np.zeros(world, np.int64)
         for number, stored in [(-2, self._base), *enumerate(self._increments)]:
             for reader in stored.readers:
-                keys = reader.keys
+                keys = reader.keys(0, reader.part.rows)
                 kept = keys[self._source_of(keys) == number]
                 counts += np.bincount(owner(kept, world, self.ownership), minlength=world)
         return [int(count) for count in counts]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embstore.checkpoint.files import Draft
+from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import Dump

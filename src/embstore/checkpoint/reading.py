@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint import layouts, manifest
-from embstore.checkpoint.files import combine, crc32, file_crc32
-from embstore.checkpoint.layouts import Floats, Part
+from embstore.checkpoint.files import combine, file_crc32, file_size
 from embstore.checkpoint.names import file_stem, name_of
+from embstore.checkpoint.parts import PartReader, Pieces
 from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.spec import TableSpec
 from embstore.table import Rows
@@ -32,120 +32,6 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 VERIFY_BYTES = 32 << 20
-Pieces = dict[str, list[tuple[int, int, int]]]  # path -> (offset, bytes, crc)
-
-
-def _map(path: Path, dtype: Any, shape: tuple[int, ...]) -> Array:
-    if 0 in shape:
-        return np.empty(shape, dtype)
-    try:
-        return np.memmap(path, dtype, "r", shape=shape)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be mapped: {error}") from error
-
-
-class PartReader:
-    """The rows of one part, in the order of its files."""
-
-    def __init__(self, part: Part, states: list[str], ages_from_ns: int | None, trusted: bool) -> None:
-        self.part = part
-        self._ages_from_ns = ages_from_ns
-        self.keys = _map(part.keys, "<i8", (part.rows,))
-        self.values = self._floats(part.values)
-        self._scores = _map(part.scores, "<u8", (part.rows,)) if part.scores else None
-        self._states = [self._floats(part.states[name], part.state_keys.get(name)) for name in states]
-        self._orders = [None if trusted else self._order(name) for name in states]
-
-    def _floats(self, floats: Floats, keys: Path | None = None) -> Array:
-        rows = self.part.rows if keys is None else keys.stat().st_size // 8
-        mapped = _map(floats.path, "<f4", (rows, floats.row_width))
-        return mapped[:, floats.begin : floats.begin + floats.width]
-
-    def _order(self, state: str) -> Array | None:
-        """Rows of a state table whose keys are in another order than those of the vectors."""
-        path = self.part.state_keys.get(state)
-        if path is None:
-            return None
-        keys = _map(path, "<i8", (path.stat().st_size // 8,))
-        if np.array_equal(keys, self.keys):
-            return None
-        order = np.argsort(keys, kind="stable")
-        at = np.searchsorted(keys, self.keys, sorter=order)
-        at = order[np.minimum(at, max(len(keys) - 1, 0))] if len(keys) else np.zeros(0, np.int64)
-        if len(at) != len(self.keys) or not np.array_equal(keys[at], self.keys):
-            raise CheckpointError(f"{path}: some keys of {self.part.keys.name} are missing")
-        return np.asarray(at)
-
-    @property
-    def has_scores(self) -> bool:
-        return self._scores is not None
-
-    def scores(self, begin: int, end: int) -> npt.NDArray[np.uint64]:
-        """Scores; ages are turned into the time of last use. 0 where there is no score file."""
-        return self._times(end - begin, slice(begin, end))
-
-    def _times(self, n: int, which: Any) -> npt.NDArray[np.uint64]:
-        if self._scores is None:
-            return np.zeros(n, np.uint64)
-        stored = self._scores[which]
-        if self._ages_from_ns is None:
-            return np.asarray(stored)
-        times = np.int64(self._ages_from_ns) - stored.view(np.int64)
-        return np.asarray(np.maximum(times, 1).view(np.uint64))
-
-    def state(self, i: int, begin: int, end: int) -> Array:
-        order = self._orders[i]
-        return self._states[i][begin:end] if order is None else self._states[i][order[begin:end]]
-
-    def read(self, begin: int, end: int, mine: Array | None = None) -> Rows:
-        """Rows [begin, end), or those of them that the mask keeps."""
-        states = [self.state(i, begin, end) for i in range(len(self._states))]
-        columns = [self.keys[begin:end], self.values[begin:end], self.scores(begin, end), *states]
-        if mine is not None:
-            columns = [column[mine] for column in columns]
-        return self._joined(*columns)
-
-    def take(self, rows: Array) -> Rows:
-        """Rows by their numbers."""
-        states = [
-            mapped[rows if order is None else order[rows]]
-            for mapped, order in zip(self._states, self._orders)
-        ]
-        return self._joined(self.keys[rows], self.values[rows], self._times(len(rows), rows), *states)
-
-    @staticmethod
-    def _joined(keys: Array, values: Array, scores: Array, *states: Array) -> Rows:
-        if not states:
-            joined: Array = np.empty((len(keys), 0), np.float32)
-        else:
-            joined = states[0] if len(states) == 1 else np.concatenate(states, axis=1)
-        return Rows(keys, values, joined, scores)
-
-
-class PartSums:
-    """Checksums of the files of a part, taken block by block while its rows are read."""
-
-    AHEAD_BYTES = 8 << 20  # of each file; the disk reads them while the rows before are placed
-
-    def __init__(self, part: Part) -> None:
-        self.pieces: Pieces = {str(path): [] for path in part.files}
-        self._files: list[tuple[str, Array, int, int]] = []
-        for path in part.files if part.rows else []:
-            size = path.stat().st_size
-            mapped = _map(path, np.uint8, (size,))
-            self._files.append((str(path), mapped, size // part.rows, os.open(path, os.O_RDONLY)))
-
-    def add(self, begin: int, end: int) -> None:
-        """Sums rows [begin, end)."""
-        for name, mapped, row_bytes, fd in self._files:
-            first, last = begin * row_bytes, end * row_bytes
-            os.posix_fadvise(fd, last, self.AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            self.pieces[name].append((first, last - first, crc32(mapped[first:last])))
-
-    def close(self) -> None:
-        for *_, fd in self._files:
-            os.close(fd)
-        self._files = []
 
 
 class DumpTable:
@@ -177,12 +63,10 @@ class DumpTable:
     def _check_sizes(self, entry: manifest.TableEntry) -> None:
         for name, stored in entry.files.items():
             path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path}: is missing")
-            size = path.stat().st_size
+            size = file_size(path)
             if size != stored["bytes"]:
                 kind = "truncated" if size < stored["bytes"] else "too long"
-                raise CheckpointError(f"{path}: is {kind}: {stored['bytes']} bytes should be: {size}")
+                raise CheckpointError(f"{path}: is {kind}: expected {stored['bytes']} bytes, found {size}")
 
     def _check_listed(self, entry: manifest.TableEntry) -> None:
         listed = set(entry.files)
@@ -243,11 +127,11 @@ class DumpTable:
 
     @cached_property
     def keys(self) -> npt.NDArray[np.int64]:
-        return self._joined([reader.keys for reader in self.readers])
+        return self._joined([reader.mapped_keys() for reader in self.readers])
 
     @cached_property
     def values(self) -> npt.NDArray[np.float32]:
-        return self._joined([reader.values for reader in self.readers])
+        return self._joined([reader.mapped_values() for reader in self.readers])
 
     @cached_property
     def scores(self) -> npt.NDArray[np.uint64]:
@@ -259,7 +143,7 @@ class DumpTable:
         if name not in self.state_names:
             raise KeyError(f"state should be one of {', '.join(self.state_names) or 'none'} but is: {name!r}")
         i = self.state_names.index(name)
-        return self._joined([reader.state(i, 0, reader.part.rows) for reader in self.readers])
+        return self._joined([reader.mapped_state(i) for reader in self.readers])
 
     def blocks(self, block_rows: int = 65536) -> Iterator[Rows]:
         """All rows with states and scores, in the order of the files."""

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint import manifest
-from embstore.checkpoint.files import Draft, combine, crc32, write_at, write_durably
+from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.files import combine, crc32, write_at, write_durably
 from embstore.checkpoint.layouts import Column, arguments_file, columns_to_write
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.ranks import Ranks

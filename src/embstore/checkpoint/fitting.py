@@ -1,0 +1,223 @@
+"""Whether rows of a dump may become rows of a table, and how: decided before the first row is placed.
+
+| differs          | rows                     | optimizer states (optim=True)                          |
+|------------------|--------------------------|--------------------------------------------------------|
+| dim              | refused                  |                                                        |
+| dtype            | rounded                  | read                                                   |
+| optimizer        | read                     | refused                                                |
+| score strategy   | read, with fresh scores  | read                                                   |
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore.checkpoint.names import file_stem
+from embstore.checkpoint.parts import RowFile
+from embstore.checkpoint.ranks import CheckpointError, Ranks
+from embstore.checkpoint.reading import DumpTable
+from embstore.checkpoint.spec import CLOCK_STRATEGIES, ORIGINAL_TYPES, TableSpec
+from embstore.checkpoint.writing import admission_file
+from embstore.ownership import Ownership
+from embstore.table import Rows, Table
+
+MOST_SCORE = (1 << 64) - 1
+MOST_STEP = (1 << 62) - 1
+
+
+@dataclass(frozen=True)
+class Match:
+    """A stored table and the table that its rows go to.
+
+    optim          whether the states of the dump are used; else they start fresh
+    keep_scores    whether the scores of the dump are used; else they start fresh
+    written_alike  whether the dump keeps the rows of this rank together
+    fresh          the optimizer state of a new row
+    counters       attributes of the table to set when its rows are there
+    admission      counters of keys without a row, or None
+    notes          what the user should know: not everything came along
+    """
+
+    stored: DumpTable
+    table: Table
+    ownership: Ownership
+    optim: bool
+    keep_scores: bool
+    written_alike: bool
+    fresh: npt.NDArray[np.float32]
+    counters: dict[str, Any]
+    admission: npt.NDArray[np.uint16] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def assign(self, rows: Rows) -> None:
+        """Writes rows of the dump into the table."""
+        table = self.table
+        default = 1 if table.options.score_strategy.name == "LFU" else max(table.score, 1)
+        scores = np.full(len(rows), default, np.uint64)
+        if self.keep_scores:
+            scores = np.where(rows.scores == 0, scores, rows.scores)
+        states = rows.states if self.optim else np.broadcast_to(self.fresh, (len(rows), len(self.fresh)))
+        table.insert_or_assign(rows.keys, rows.values, states=states, scores=scores)
+
+    def restore(self) -> None:
+        """Sets the counters of the table; `fit` has checked them."""
+        table = self.table
+        for name, value in self.counters.items():
+            if name == "seed":
+                table.reseed(value)
+            else:
+                setattr(table, name, value)
+        if self.admission is not None and not table.restore_admission_counters(self.admission):
+            self.notes.append(_recounted(self.stored))
+
+    def warn(self) -> None:
+        for note in self.notes:
+            warnings.warn(note, stacklevel=3)
+
+
+def fit(stored: DumpTable, table: Table, optim: bool, ranks: Ranks, ownership: Ownership) -> Match:
+    """How the rows go into the table. Raises CheckpointError where they do not fit."""
+    spec = TableSpec.of(table)
+    notes: list[str] = []
+    _require_rows(stored, spec, optim)
+    theirs, keep_scores = _scores_fit(stored, spec)
+    if not keep_scores and theirs and stored.rows:
+        notes.append(
+            f"scores of table {spec.name!r} start fresh: those of {stored.folder} follow the strategy "
+            f"{theirs!r}, those of the table {spec.score_strategy!r}"
+        )
+    of, entry = stored.manifest, stored.entry
+    alike = of is not None and of.world == ranks.world and entry is not None and entry.ownership == ownership
+    match = Match(
+        stored,
+        table,
+        ownership,
+        optim,
+        keep_scores and stored.has_scores,
+        alike,
+        _fresh_state(spec),
+        _counters(stored, table, optim, keep_scores),
+        notes=notes,
+    )
+    return replace(match, admission=_admission(match, ranks))
+
+
+def _require_rows(stored: DumpTable, table: TableSpec, optim: bool) -> None:
+    place_of = f"{stored.folder / file_stem(stored.name)}"
+
+    def check(what: str, ours: object, theirs: object) -> None:
+        if ours != theirs:
+            raise CheckpointError(
+                f"{place_of}: {what} of table {table.name!r} is {ours!r} but that of the dump is: {theirs!r}"
+            )
+
+    if stored.spec:
+        check("dim", table.dim, stored.spec.dim)
+        if optim:
+            check("optimizer", table.engine_optimizer, stored.spec.engine_optimizer)
+    elif optim and "opt_type" in stored.found.arguments and table.engine_optimizer in ORIGINAL_TYPES:
+        check("opt_type", table.original_arguments("")["opt_type"], stored.found.arguments["opt_type"])
+    if not optim or not stored.rows:
+        return
+    for part in stored.found.parts:
+        missing = [name for name, _, _ in table.file_states() if name not in part.states]
+        if missing:
+            raise CheckpointError(
+                f"{place_of}: has no optimizer states ({', '.join(missing)}): it was dumped without optim"
+            )
+        for name, _, width in table.file_states():
+            state = part.states[name]
+            if state.width != width or (part.rows and not state.row_width):
+                raise CheckpointError(
+                    f"{state.path}: state {name!r} of table {table.name!r} is {width} wide "
+                    f"but that of the dump is: {state.width}"
+                )
+
+
+def _scores_fit(stored: DumpTable, table: TableSpec) -> tuple[str, bool]:
+    """The strategy of the dump, if it says so, and whether its scores mean something in the table."""
+    if stored.spec:
+        theirs, ours = stored.spec.score_strategy, table.score_strategy
+        clocks = theirs in CLOCK_STRATEGIES and ours in CLOCK_STRATEGIES
+    else:
+        theirs = str(stored.found.arguments.get("evict_strategy", ""))
+        ours, clocks = table.original_arguments("")["evict_strategy"], not theirs
+    # Customized scores are any numbers, so those of every strategy keep their order.
+    return theirs, theirs == ours or clocks or table.score_strategy == "customized"
+
+
+def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -> dict[str, Any]:
+    """Score, step, learning rate and seed, as far as the dump has them."""
+    spec, arguments = stored.spec, stored.found.arguments
+    path = stored.folder / f"{file_stem(stored.name)}_opt_args.json"
+
+    def number(name: str, most: int) -> int:
+        value = arguments.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise CheckpointError(f"{path}: {name} should be a number from 0 to {most} but is: {value!r}")
+        return int(value)
+
+    found: dict[str, Any] = {}
+    strategy = table.options.score_strategy.name.lower()
+    score = spec.score if spec and spec.score_strategy == strategy else 0
+    if spec is None:
+        score = number("step_score", MOST_SCORE)
+    if strategy == "step" and keep_scores and not score and stored.rows and stored.has_scores:
+        score = int(max(r.scores(0, r.part.rows).max(initial=0) for r in stored.readers)) + 1
+    if score and keep_scores and strategy in ("step", "customized"):
+        found["score"] = min(score, MOST_SCORE)
+    if not optim:
+        return found
+    if spec:
+        found["seed"], found["optimizer_step"] = spec.seed, spec.optimizer_step
+        rate: object = spec.learning_rate
+    else:
+        if "iters" in arguments:
+            found["optimizer_step"] = number("iters", MOST_STEP)
+        rate = arguments.get("lr", table.learning_rate)
+    try:
+        replace(table.options.optimizer, lr=rate)  # type: ignore[arg-type]
+        replace(table.options, seed=found.get("seed", table.options.seed))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    found["learning_rate"] = float(rate)  # type: ignore[arg-type]
+    return found
+
+
+def _admission(match: Match, ranks: Ranks) -> npt.NDArray[np.uint16] | None:
+    """How often keys without a row were seen. Counters know no keys, so they can not be shared out anew."""
+    stored = match.stored
+    if not match.table.options.admission_threshold or stored.manifest is None:
+        return None
+    world = stored.manifest.world
+    names = [admission_file(stored.name, rank, world) for rank in range(world)]
+    if not any(name in stored.files() for name in names):
+        return None
+    if not match.written_alike or names[ranks.rank] not in stored.files():
+        match.notes.append(_recounted(stored))
+        return None
+    name = names[ranks.rank]
+    rows = stored.files()[name]["bytes"] // 2
+    return RowFile(stored.folder / name, "<u2", rows, 1).read(0, rows)[:, 0]
+
+
+def _recounted(stored: DumpTable) -> str:
+    return (
+        f"admission counters of table {stored.name!r} are not loaded: those of {stored.folder} are for "
+        "another world size, ownership or admission_threshold; keys without a row are counted anew"
+    )
+
+
+def _fresh_state(spec: TableSpec) -> npt.NDArray[np.float32]:
+    """The optimizer state of a new row."""
+    optimizer = spec.optimizer_object()
+    state = [
+        np.full(width, optimizer.initial_accumulator if name in ("sum", "accumulator") else 0.0, np.float32)
+        for name, width in spec.states
+    ]
+    return np.concatenate(state) if state else np.empty(0, np.float32)

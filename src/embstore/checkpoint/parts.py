@@ -1,0 +1,199 @@
+"""Rows of files that belong together, read block by block.
+
+Files are read, not mapped: one that shrinks meanwhile raises CheckpointError instead of a bus error, and the
+bytes that become rows are those whose checksum was taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore.checkpoint.files import crc32, file_size, open_regular, read_into
+from embstore.checkpoint.layouts import Floats, Part
+from embstore.checkpoint.ranks import CheckpointError
+from embstore.table import Rows
+
+Array = npt.NDArray[Any]
+Pieces = dict[str, list[tuple[int, int, int]]]  # path -> (offset, bytes, crc)
+Choose = Callable[[Array], Array]  # keys -> a mask of those that are wanted
+
+
+class RowFile:
+    """A file of rows: `rows` times `width` elements behind `header_bytes`."""
+
+    AHEAD_BYTES = 8 << 20  # the disk reads them while the rows before are placed
+    GAP_BYTES = 1024  # rows this near to each other are read in one go
+
+    def __init__(self, path: Path, dtype: Any, rows: int, width: int, header_bytes: int = 0) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.shape = (rows, width)
+        self._header_bytes = header_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] * int(self.dtype.itemsize)
+
+    def read(self, begin: int, end: int, sums: Pieces | None = None) -> Array:
+        """Rows [begin, end). Adds their checksum to `sums`."""
+        array = np.empty((end - begin, self.shape[1]), self.dtype)
+        if array.size == 0:
+            return array
+        raw, at = array.reshape(-1).view(np.uint8), self._header_bytes + begin * self.row_bytes
+        fd = open_regular(self.path)
+        try:
+            read_into(fd, self.path, at, raw)
+            os.posix_fadvise(fd, at + raw.nbytes, self.AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+        if sums is not None:
+            sums.setdefault(str(self.path), []).append((at, raw.nbytes, crc32(raw)))
+        return array
+
+    def take(self, rows: Array) -> Array:
+        """Rows by their numbers, in any order."""
+        array = np.empty((len(rows), self.shape[1]), self.dtype)
+        if array.size == 0:
+            return array
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        # Runs of rows without a large gap between them are read together.
+        breaks = np.flatnonzero(np.diff(ordered) * self.row_bytes > self.GAP_BYTES) + 1
+        fd = open_regular(self.path)
+        try:
+            for run in np.split(np.arange(len(ordered)), breaks):
+                first, last = int(ordered[run[0]]), int(ordered[run[-1]])
+                block = np.empty((last + 1 - first, self.shape[1]), self.dtype)
+                at = self._header_bytes + first * self.row_bytes
+                read_into(fd, self.path, at, block.reshape(-1).view(np.uint8))
+                array[order[run]] = block[ordered[run] - first]
+        finally:
+            os.close(fd)
+        return array
+
+    def mapped(self) -> Array:
+        """All rows, without copying them."""
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        try:
+            os.close(open_regular(self.path))
+            return np.memmap(self.path, self.dtype, "r", self._header_bytes, self.shape)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: cannot be mapped: {error}") from error
+
+
+class PartReader:
+    """The rows of one part, in the order of its files."""
+
+    def __init__(self, part: Part, states: list[str], ages_from_ns: int | None, trusted: bool) -> None:
+        self.part = part
+        self._ages_from_ns = ages_from_ns
+        self._files: dict[Path, RowFile] = {}
+        self._keys = RowFile(part.keys, "<i8", part.rows, 1)
+        self._scores = RowFile(part.scores, "<u8", part.rows, 1) if part.scores else None
+        self._values = part.values
+        self._states = [part.states[name] for name in states]
+        self._add(part.values, part.rows)
+        for name in states:
+            keys = part.state_keys.get(name)
+            self._add(part.states[name], part.rows if keys is None else file_size(keys) // 8)
+        self._orders = [None if trusted else self._order(name) for name in states]
+
+    def _add(self, floats: Floats, rows: int) -> None:
+        self._files[floats.path] = RowFile(floats.path, "<f4", rows, floats.row_width)
+
+    def _order(self, state: str) -> Array | None:
+        """Rows of a state table whose keys are in another order than those of the vectors."""
+        path = self.part.state_keys.get(state)
+        if path is None:
+            return None
+        keys = RowFile(path, "<i8", file_size(path) // 8, 1).read(0, file_size(path) // 8)[:, 0]
+        ours = self.keys(0, self.part.rows)
+        if np.array_equal(keys, ours):
+            return None
+        order = np.argsort(keys, kind="stable")
+        at = np.searchsorted(keys, ours, sorter=order)
+        at = order[np.minimum(at, max(len(keys) - 1, 0))] if len(keys) else np.zeros(0, np.int64)
+        if len(at) != len(ours) or not np.array_equal(keys[at], ours):
+            raise CheckpointError(f"{path}: some keys of {self.part.keys.name} are missing")
+        return np.asarray(at)
+
+    def keys(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        return self._keys.read(begin, end)[:, 0]
+
+    def scores(self, begin: int, end: int) -> npt.NDArray[np.uint64]:
+        """Scores; ages are turned into the time of last use. 0 where there is no score file."""
+        if self._scores is None:
+            return np.zeros(end - begin, np.uint64)
+        return self._times(self._scores.read(begin, end)[:, 0])
+
+    def _times(self, stored: Array) -> npt.NDArray[np.uint64]:
+        if self._ages_from_ns is None:
+            return stored
+        with np.errstate(over="ignore"):
+            times = np.int64(self._ages_from_ns) - stored.view(np.int64)
+        return np.asarray(np.maximum(times, 1).view(np.uint64))
+
+    def read(self, begin: int, end: int, choose: Choose | None = None, sums: Pieces | None = None) -> Rows:
+        """Rows [begin, end), or those of them whose keys are chosen. Adds checksums to `sums`."""
+        keys = self._keys.read(begin, end, sums)[:, 0]
+        mine = None if choose is None else choose(keys)
+        read: dict[Path, Array] = {}
+        for floats, order in [(self._values, None), *zip(self._states, self._orders)]:
+            if order is None and floats.path not in read:
+                read[floats.path] = self._files[floats.path].read(begin, end, sums)
+        columns = [_columns(read[self._values.path], self._values)]
+        for floats, order in zip(self._states, self._orders):
+            raw = read[floats.path] if order is None else self._files[floats.path].take(order[begin:end])
+            columns.append(_columns(raw, floats))
+        if self._scores is None:
+            scores = np.zeros(end - begin, np.uint64)
+        else:
+            scores = self._times(self._scores.read(begin, end, sums)[:, 0])
+        if mine is not None:
+            keys, scores, columns = keys[mine], scores[mine], [column[mine] for column in columns]
+        return _joined(keys, scores, columns)
+
+    def take(self, rows: Array) -> Rows:
+        """Rows by their numbers."""
+        columns = [
+            _columns(self._files[floats.path].take(rows if order is None else order[rows]), floats)
+            for floats, order in [(self._values, None), *zip(self._states, self._orders)]
+        ]
+        if self._scores is None:
+            scores = np.zeros(len(rows), np.uint64)
+        else:
+            scores = self._times(self._scores.take(rows)[:, 0])
+        return _joined(self._keys.take(rows)[:, 0], scores, columns)
+
+    # ---- whole columns, mapped from the files where that is possible
+
+    def mapped_keys(self) -> npt.NDArray[np.int64]:
+        return self._keys.mapped()[:, 0]
+
+    def mapped_values(self) -> npt.NDArray[np.float32]:
+        return _columns(self._files[self._values.path].mapped(), self._values)
+
+    def mapped_state(self, i: int) -> npt.NDArray[np.float32]:
+        floats, order = self._states[i], self._orders[i]
+        mapped = _columns(self._files[floats.path].mapped(), floats)
+        return mapped if order is None else mapped[order]
+
+
+def _columns(raw: Array, floats: Floats) -> Array:
+    return raw[:, floats.begin : floats.begin + floats.width]
+
+
+def _joined(keys: Array, scores: Array, columns: list[Array]) -> Rows:
+    values, *states = columns
+    if not states:
+        joined: Array = np.empty((len(keys), 0), np.float32)
+    else:
+        joined = states[0] if len(states) == 1 else np.concatenate(states, axis=1)
+    return Rows(keys, values, joined, scores)
