@@ -88,6 +88,7 @@ class Table:
         self.options = options
         self.store = store
         self._store_handle = None if store is None else store.handle()
+        self.dumps: list[Any] = []  # in the background, of this table
         optimizer = options.optimizer
         self._learning_rate = float(optimizer.lr)
         # Updates so far: the t of Adam's bias correction is one more.
@@ -409,8 +410,13 @@ class Table:
 
     def close(self) -> None:
         """Frees the memory now, after changed rows went down to the store. Every other use but `stats` raises
-        RuntimeError afterwards."""
+        RuntimeError afterwards. Waits for dumps in the background; raises, when the table is closed, what went
+        wrong with one of them unless its `wait` did."""
+        for dump in self.dumps:
+            dump.finish()
         self._core.close()
+        while self.dumps:
+            self.dumps.pop().raise_untold()
 
     # ---- over a store
 

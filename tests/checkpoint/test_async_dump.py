@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 from checkpoint.tables import make, require_same
 
 import embstore
+from embstore.checkpoint.writing import PartWriter
 
 N = 20_000
 
@@ -131,15 +136,104 @@ def test_a_table_has_one_snapshot_at_a_time_and_a_second_dump_waits(tmp_path: Pa
     embstore.open_dump(tmp_path / "a").verify()
 
 
-def test_an_error_in_the_background_comes_out_of_wait(tmp_path: Path) -> None:
+def broken_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: PartWriter, rows: embstore.Rows) -> int:
+        raise OSError(5, "the disk is broken")
+
+    monkeypatch.setattr(PartWriter, "write", broken)
+
+
+def test_an_error_in_the_background_comes_out_of_wait_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = filled()
-    handle = embstore.dump(tmp_path / "a", {"model": {"user": table}}, async_=True)
-    assert handle is not None
+    with monkeypatch.context() as patch:
+        broken_disk(patch)
+        handle = embstore.dump(tmp_path / "a", {"model": {"user": table}}, async_=True)
+        assert handle is not None
+        with pytest.raises(OSError, match="the disk is broken"):
+            handle.wait()
+    embstore.dump(tmp_path / "b", {"model": {"user": table}})
     table.close()
-    try:
-        handle.wait()
-    except RuntimeError as error:
-        assert "table 'user' is closed" in str(error)
-        assert list(tmp_path.iterdir()) == []
-    else:
-        embstore.open_dump(tmp_path / "a").verify()  # it was done before the table was closed
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("call", ["dump", "dump in the background", "log", "close"])
+def test_an_error_that_nobody_waited_for_comes_out_of_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    table = filled()
+    tables = {"model": {"user": table}}
+    with monkeypatch.context() as patch:
+        broken_disk(patch)
+        handle = embstore.dump(tmp_path / "a", tables, async_=True)
+        assert handle is not None
+        handle.finish()
+
+    def again() -> None:
+        if call == "close":
+            table.close()
+        elif call == "log":
+            embstore.IncrementLog.create(tmp_path / "log", tables)
+        else:
+            later = embstore.dump(tmp_path / "b", tables, async_=call != "dump")
+            if later is not None:
+                later.wait()
+
+    with pytest.raises(embstore.CheckpointError, match="background dump to .*/a failed: OSError.*is broken"):
+        again()
+    assert list(tmp_path.iterdir()) == []
+    again()  # told once
+
+
+def test_closing_a_table_waits_for_its_dump(tmp_path: Path) -> None:
+    table = filled()
+    before = table.rows()
+    embstore.dump(tmp_path / "a", {"model": {"user": table}}, async_=True, optim=True)
+    table.close()
+    back = make()
+    embstore.load(tmp_path / "a", {"model": {"user": back}}, optim=True)
+    require_same(before, back)
+
+
+EXITING = """
+import sys, time
+from pathlib import Path
+import numpy as np
+import embstore
+from embstore.checkpoint.writing import PartWriter
+
+def write(self, rows):
+    if sys.argv[2] == "hang":
+        print("writing", flush=True)
+        time.sleep(60)
+    raise OSError(5, "the disk is broken")
+
+PartWriter.write = write
+table = embstore.Table("user", dim=5)
+table.insert_or_assign(np.arange(100), np.ones((100, 5)))
+embstore.dump(Path(sys.argv[1]) / "a", {"model": {"user": table}}, async_=True)
+"""
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("how, told", [("fail", "failed: OSError"), ("hang", "is not complete")])
+def test_the_end_of_the_process_tells_what_became_of_a_dump(tmp_path: Path, how: str, told: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", EXITING, str(tmp_path), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            if how == "hang":
+                assert process.stdout is not None and process.stdout.readline() == "writing\n"
+                while process.poll() is None:  # the first may come before the program is at its end
+                    process.send_signal(signal.SIGINT)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=5)
+            errors = process.communicate(timeout=50)[1]
+        finally:
+            process.kill()
+    assert f"embstore: the background dump to {tmp_path / 'a'} {told}" in errors
+    assert not (tmp_path / "a").exists()

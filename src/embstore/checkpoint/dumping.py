@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from typing import Any
 
 from embstore import _core
 from embstore.checkpoint.layouts import WRITTEN
-from embstore.checkpoint.ranks import Ranks, ranks_of
+from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
 from embstore.checkpoint.sources import Source, table_source
 from embstore.checkpoint.writing import DumpJob, Order, Progress
 from embstore.ownership import Ownership
@@ -74,13 +76,19 @@ class Pace:
 
 
 class DumpHandle:
-    """A dump that is being written. Training may go on; what is written is the state at the call."""
+    """A dump that is being written. Training may go on; what is written is the state at the call.
+
+    What goes wrong is raised by `wait`. If nobody waits, the next dump raises it, or `Table.close`, and the end
+    of the process tells it on stderr.
+    """
 
     def __init__(self, job: DumpJob, ranks: Ranks) -> None:
         self.path = job.path
         self._error: BaseException | None = None
+        self._told = False
         self._pace: Pace | None = None
         self._hurry = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(job, ranks), name="embstore-dump")
         self._thread.start()
 
@@ -99,22 +107,54 @@ class DumpHandle:
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Returns when the dump is published; raises what went wrong on any rank."""
+        self.finish(timeout_seconds)
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def finish(self, timeout_seconds: float | None = None) -> None:
+        """Returns when nothing is being written any more, whatever became of it."""
         self._hurry = True
         if self._pace:
             self._pace.hurry()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"the dump to {self.path} is not complete after {timeout_seconds} seconds")
-        if self._error is not None:
-            raise self._error
 
-    def finish(self) -> None:
-        """Returns when nothing is being written any more, whatever became of it."""
-        with contextlib.suppress(BaseException):
-            self.wait()
+    def failure(self) -> str:
+        """What nobody has been told yet, or nothing."""
+        if self._told or self._process != os.getpid():
+            return ""
+        if not self.done():
+            return f"the background dump to {self.path} is not complete and will not be published"
+        if self._error is None:
+            return ""
+        return f"the background dump to {self.path} failed: {type(self._error).__name__}: {self._error}"
+
+    def raise_untold(self) -> None:
+        """Raises what went wrong unless somebody knows it already."""
+        failure = self.failure()
+        if failure:
+            self._told = True
+            raise CheckpointError(failure) from self._error
 
 
 _running: list[DumpHandle] = []
+
+
+def finish_running() -> None:
+    """Waits for dumps in the background, since a table has one snapshot at a time. Raises what went wrong with
+    one of them unless its `wait` did."""
+    while _running:
+        _running[0].finish()
+        _running.pop(0).raise_untold()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    for handle in _running:
+        if handle.failure():
+            print(f"embstore: {handle.failure()}", file=sys.stderr, flush=True)
 
 
 def dump(
@@ -137,14 +177,13 @@ def dump(
     refused unless `overwrite`, which swaps it in one step.
 
     With async_, returns a `DumpHandle` at once: training may go on, and what is written are the rows,
-    states and scores at the call.
+    states and scores at the call. An earlier dump in the background is waited for; if it failed and nobody
+    has been told, this call raises CheckpointError before it begins.
 
         embstore.dump("/data/monday", {"model": {"user": table}}, optim=True)
     """
     if layout not in WRITTEN:
         raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
-    while _running:
-        _running.pop().finish()  # a table has one snapshot at a time
     ranks = ranks_of(group)
     order = Order(layout, bool(optim), overwrite=overwrite)
     sources = snapshot_all(tables, order.optim, ranks, ownership)
@@ -152,6 +191,9 @@ def dump(
     if async_:
         handle = DumpHandle(job, ranks.background())
         _running.append(handle)
+        for named in tables.values():
+            for table in named.values():
+                table.dumps[:] = [*(dump for dump in table.dumps if dump.failure()), handle]
         return handle
     job.run(ranks, min(_core.get_num_threads(), MOST_THREADS), progress)
     return None
@@ -162,6 +204,7 @@ def snapshot_all(tables: Tables, optim: bool, ranks: Ranks, ownership: Ownership
     sources: list[Source] = []
 
     def take() -> None:
+        finish_running()
         for collection in sorted(tables):
             for name in sorted(tables[collection]):
                 if tables[collection][name].name != name:
