@@ -21,6 +21,7 @@ import os
 import string
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,8 +30,19 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.drafts import Draft
-from embstore.checkpoint.files import crc32, file_crc32, read_sealed, sealed, write_durably
+from embstore.checkpoint.files import (
+    crc32,
+    file_crc32,
+    file_size,
+    open_regular,
+    read_into,
+    read_sealed,
+    sealed,
+    write_durably,
+)
+from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.spec import checked, count
 
 HEADER_BYTES = 296
 MANIFEST = "manifest.json"
@@ -77,31 +89,34 @@ def pack_header(kind: FileKind, dtype: npt.DTypeLike, slot: str = "") -> bytes:
 def parse_header(data: bytes, path: object = "") -> tuple[FileKind, np.dtype[Any], str]:
     """Kind, element type and name of the state."""
     if len(data) < HEADER_BYTES:
-        raise CheckpointError(f"{path} should have a header of {HEADER_BYTES} bytes but has: {len(data)}")
+        raise CheckpointError(f"{path}: expected a header of {HEADER_BYTES} bytes, found {len(data)}")
     _, kind, slot, code = _HEADER.unpack(data[:HEADER_BYTES])
     if kind >= len(FileKind) or code >= len(_DTYPES):
-        raise CheckpointError(f"{path} should hold a known kind and element type but holds: {kind}, {code}")
+        raise CheckpointError(f"{path}: expected a known kind and element type, found {kind} and {code}")
     return FileKind(kind), np.dtype(_DTYPES[code]), slot.decode(errors="replace").strip()
 
 
-def read_array(path: Path, kind: FileKind, rows: int | None = None) -> Array:
-    """The array of a file, mapped: (n), or (rows, columns) where the number of rows is given."""
+def open_array(path: Path, kind: FileKind, rows: int | None = None) -> RowFile:
+    """The array of a file: one column, or as many as fit where the number of rows is given."""
+    fd = open_regular(path)
     try:
-        with path.open("rb") as file:
-            found, dtype, _ = parse_header(file.read(HEADER_BYTES), path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} should be there but is not") from None
+        size = os.fstat(fd).st_size
+        header = np.empty(min(size, HEADER_BYTES), np.uint8)
+        read_into(fd, path, 0, header)
+    finally:
+        os.close(fd)
+    found, dtype, _ = parse_header(header.tobytes(), path)
     if found != kind:
-        raise CheckpointError(f"{path} should hold {kind.name} but holds: {found.name}")
-    body = path.stat().st_size - HEADER_BYTES
-    width = 1 if rows is None else rows
-    if body % dtype.itemsize or (body // dtype.itemsize) % max(width, 1) or (rows == 0 and body):
-        raise CheckpointError(f"{path} should hold whole rows for {rows} keys but has {body} bytes of them")
-    columns = body // dtype.itemsize // max(width, 1)
-    shape = (columns,) if rows is None else (rows, columns)
-    if body == 0:
-        return np.empty(shape, dtype)
-    return np.memmap(path, dtype, "r", HEADER_BYTES, shape)
+        raise CheckpointError(f"{path}: expected a file of kind {kind.name}, found {found.name}")
+    elements, rest = divmod(size - HEADER_BYTES, dtype.itemsize)
+    if rest or (rows is not None and (elements % rows if rows else elements)):
+        raise CheckpointError(
+            f"{path}: expected whole rows for {rows} keys, found {size - HEADER_BYTES} bytes"
+            if rows is not None
+            else f"{path}: expected whole keys of {dtype.itemsize} bytes, found {size - HEADER_BYTES} bytes"
+        )
+    shape = (elements, 1) if rows is None else (rows, elements // max(rows, 1))
+    return RowFile(path, dtype, *shape, header_bytes=HEADER_BYTES)
 
 
 class TableReader:
@@ -109,10 +124,13 @@ class TableReader:
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self.prefix = prefix
-        self.keys = read_array(directory / f"{prefix}-key", FileKind.KEY)
-        self.values = read_array(directory / f"{prefix}-weight", FileKind.WEIGHT, len(self.keys))
-        self.states = {
-            path.name.removeprefix(f"{prefix}-"): read_array(path, FileKind.STATE, len(self.keys))
+        keys = open_array(directory / f"{prefix}-key", FileKind.KEY)
+        self.keys: Array = keys.read(0, keys.shape[0])[:, 0]
+        if self.keys.dtype.kind not in "iu":
+            raise CheckpointError(f"{keys.path}: expected integers, found {self.keys.dtype}")
+        self._values = open_array(directory / f"{prefix}-weight", FileKind.WEIGHT, len(self.keys))
+        self._states = {
+            path.name.removeprefix(f"{prefix}-"): open_array(path, FileKind.STATE, len(self.keys))
             for path in sorted(directory.glob(f"{prefix}-*-*"))
         }
 
@@ -122,20 +140,38 @@ class TableReader:
     @property
     def dim(self) -> int:
         """Components of a vector; 0 where there are no rows."""
-        return int(self.values.shape[1])
+        return self._values.shape[1]
+
+    @cached_property
+    def values(self) -> Array:
+        """All vectors, mapped."""
+        return self._values.mapped()
+
+    @cached_property
+    def states(self) -> dict[str, Array]:
+        """All states by "<optimizer>-<slot>", mapped."""
+        return {name: file.mapped() for name, file in self._states.items()}
 
     def block(self, begin: int, end: int) -> tuple[Array, Array, dict[str, Array]]:
         """Rows begin to end: keys, values, and states by "<optimizer>-<slot>"."""
-        states = {name: np.asarray(array[begin:end]) for name, array in self.states.items()}
-        return np.asarray(self.keys[begin:end]), np.asarray(self.values[begin:end]), states
+        end = min(end, len(self))
+        states = {name: file.read(begin, end) for name, file in self._states.items()}
+        return self.keys[begin:end], self._values.read(begin, end), states
 
-    def engine_states(self) -> tuple[str, Array | None]:
-        """The arithmetic of the engine whose states are all there, and those states side by side."""
+    def engine_states(self) -> tuple[str, list[str]]:
+        """The arithmetic of the engine whose states are all there, and the names of those states."""
         for engine_name, (optimizer, slots) in STATES.items():
             names = [f"{optimizer}-{slot}" for slot in slots]
-            if all(name in self.states for name in names):
-                return engine_name, np.concatenate([self.states[name] for name in names], axis=1)
-        return "sgd", None
+            if all(name in self._states for name in names):
+                return engine_name, names
+        return "sgd", []
+
+
+def is_sok_dump(path: Path) -> bool:
+    """Whether a directory holds a dump, or what is left of one."""
+    return os.path.lexists(path / MANIFEST) or any(
+        p.name.endswith(("-key", "-weight")) for p in path.iterdir()
+    )
 
 
 class DumpReader:
@@ -148,16 +184,21 @@ class DumpReader:
         self.manifest = read_manifest(self.path)
 
     def tables(self) -> list[str]:
-        """The variables, as they begin the names of their files."""
-        return sorted(path.name.removesuffix("-key") for path in self.path.glob("*-key"))
+        """The variables, as they begin the names of their files; also those of which a file is lost."""
+        names = [path.name for path in self.path.iterdir()] + list((self.manifest or {"files": {}})["files"])
+        parts = [name.partition("-") for name in names]
+        return sorted({prefix for prefix, _, rest in parts if rest in ("key", "weight")})
 
     def table(self, name: str, *, verify: bool = True) -> TableReader:
         """The rows of a variable. Checks sizes and, where there is a manifest, checksums."""
         prefix = file_prefix(name)
-        if verify and self.manifest is not None:
-            for file, entry in self.manifest["files"].items():
-                if file.startswith(f"{prefix}-"):
-                    _verify(self.path / file, entry)
+        files = (self.manifest or {"files": {}})["files"]
+        listed = {file: entry for file, entry in files.items() if file.startswith(f"{prefix}-")}
+        for file, entry in listed.items() if verify else ():
+            _verify(self.path / file, entry)
+        strangers = [p.name for p in self.path.glob(f"{prefix}-*") if p.name not in listed]
+        if listed and strangers:
+            raise CheckpointError(f"{self.path / strangers[0]}: is not in {MANIFEST}, so dumps are mixed")
         return TableReader(self.path, prefix)
 
 
@@ -284,20 +325,33 @@ class DumpWriter:
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """The manifest of a dump; None for a dump of the original."""
     path = directory / MANIFEST
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     manifest = read_sealed(path)
     if (manifest.get("format"), manifest.get("version")) != (MANIFEST_FORMAT, 1):
-        raise CheckpointError(f"{path} should be a manifest of version 1 of a {MANIFEST_FORMAT}")
+        raise CheckpointError(
+            f"{path}: expected a manifest of version 1 of a {MANIFEST_FORMAT}, found "
+            f"{manifest.get('format')!r} of version {manifest.get('version')!r}"
+        )
+    try:
+        if "iterations" in manifest:
+            count(manifest, "iterations")
+        for name, entry in checked(manifest, "files", dict).items():
+            if "/" in name or "\0" in name or name in ("", ".", ".."):
+                raise ValueError(f"files should be names in the folder but one is: {name!r}")
+            count(entry, "bytes")
+            count(entry, "crc32", most=0xFFFF_FFFF)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return manifest
 
 
 def _verify(path: Path, entry: dict[str, int]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} should be there but is not")
-    size = path.stat().st_size
+    size = file_size(path)
     if size != entry["bytes"]:
-        raise CheckpointError(f"{path} should have {entry['bytes']} bytes but has: {size}")
+        raise CheckpointError(f"{path}: expected {entry['bytes']} bytes, found {size}")
     crc = file_crc32(path)
     if crc != entry["crc32"]:
-        raise CheckpointError(f"{path} should have the checksum {entry['crc32']:08x} but has: {crc:08x}")
+        raise CheckpointError(
+            f"{path}: its checksum is wrong: expected {entry['crc32']:08x}, found {crc:08x}"
+        )

@@ -410,8 +410,8 @@ class Table:
 
     def close(self) -> None:
         """Frees the memory now, after changed rows went down to the store. Every other use but `stats` raises
-        RuntimeError afterwards. Waits for dumps in the background; raises, when the table is closed, what went
-        wrong with one of them unless its `wait` did."""
+        RuntimeError afterwards. Waits for dumps in the background and then raises what went wrong with one of
+        them, unless its `wait` did."""
         for dump in self.dumps:
             dump.finish()
         self._core.close()

@@ -12,7 +12,7 @@ from checkpoint.tables import make, require_same, train
 from typer.testing import CliRunner
 
 import embstore
-from embstore.cli import app
+from embstore.cli.commands import app
 
 
 def run(*arguments: object, code: int = 0) -> str:

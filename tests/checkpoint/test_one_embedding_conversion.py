@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import embstore
 import one_embedding
-from embstore.cli import app
+from embstore.cli.commands import app
 
 OPTIMIZERS = (
     embstore.SGD(),
@@ -98,7 +98,7 @@ def test_what_is_unclear_or_missing_is_named(tmp_path: Path) -> None:
     embstore.dump(tmp_path / "dump", {"model": {"user": table}}, optim=True)
     convert(tmp_path / "dump", tmp_path / "oe", "--to", "one_embedding", "--snapshot", "a")
     back = (tmp_path / "oe", tmp_path / "back", "--to", "v2")
-    convert(*back, "--snapshot", "b", fails="no snapshot 'b'")
+    convert(*back, "--snapshot", "b", fails="--snapshot should be one of ['a']")
     convert(*back, "--dim", 4, fails="make rows of 5 floats")
     convert(*back, "--optimizer", "Nadam", fails="Nadam")
     with embstore.stores.SsdStore(tmp_path / "oe/user/0-1", 20) as store:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import embstore
-from embstore.cli import app
+from embstore.cli.commands import app
 from embstore.sok_files import DumpReader
 
 OPTIMIZERS = (

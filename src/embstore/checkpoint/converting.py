@@ -10,27 +10,28 @@ one_embedding  snapshots of OneEmbedding's persistent tables, {table}/0-1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-import embstore.checkpoint.merging as merging
-import embstore.checkpoint.one_embedding_files as one_embedding_files
+from embstore.checkpoint import foreign_files, merging, one_embedding_files
+from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.drafts import Draft, check_target
 from embstore.checkpoint.dumping import start
 from embstore.checkpoint.layouts import WRITTEN
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.ranks import CheckpointError, Ranks
-from embstore.checkpoint.reading import Dump, open_dump
+from embstore.checkpoint.reading import DumpTable
+from embstore.checkpoint.replaying import open_any
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import Order, Progress
 from embstore.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Optimizer, from_dict
-from embstore.sok_files import STATES, DumpReader, DumpWriter
+from embstore.ownership import Ownership
+from embstore.sok_files import STATES, DumpReader, DumpWriter, is_sok_dump
 from embstore.table import Rows
 
 FORMATS = (*WRITTEN, "safetensors", "parquet", "sok", "one_embedding")
@@ -44,6 +45,14 @@ _SOK_OPTIMIZERS: tuple[Optimizer, ...] = (
     Adadelta(),
     Ftrl(),
 )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A table to be written, and whether its rows come with the states of its optimizer."""
+
+    source: Source
+    has_states: bool
 
 
 @dataclass(frozen=True)
@@ -71,142 +80,124 @@ def convert(
     one_embedding = one_embedding or OneEmbeddingOptions()
     if to not in FORMATS:
         raise ValueError(f"--to should be one of {', '.join(FORMATS)} but is: {to!r}")
+    if not path.is_dir():
+        raise FileNotFoundError(f"path should be a folder but is: {path}")
     if to in WRITTEN:
-        files = sorted(p for p in path.rglob("*") if p.suffix in (".safetensors", ".parquet"))
-        if files:
-            return _write(target, to, [_source(file, name_of(file.parent.name)) for file in files], progress)
-        if any(path.glob("*-key")):
-            return _write(target, to, _sok_sources(path), progress, optim=True)
-        stored = one_embedding_files.tables_in(path)
-        if stored:
-            with ExitStack() as stack:
-                sources = [
-                    _one_embedding_source(name, found, one_embedding, stack) for name, found in stored.items()
-                ]
-                return _write(target, to, sources, progress, optim=True)
-        dump = open_dump(path)
-        dump.verify()
-        if dump.manifest is not None:
-            merging.rewrite(dump, [], target, layout=to, progress=progress)
-            return None
-        sources = [
-            block_source(t.collection, _plain_spec(t.name, t.dim), t.rows, t.blocks()) for t in dump.tables
-        ]
-        return _write(target, to, sources, progress)
-    dump = open_dump(path)
-    dump.verify()
+        return _to_dump(path, target, to, progress, one_embedding)
+    stored = open_any(path)
+    stored.verify()
     if to == "sok":
-        return _write_sok(target, dump, progress)
+        return _write_sok(target, stored.tables, progress)
     if to == "one_embedding":
-        return one_embedding_files.write(target, dump, one_embedding.snapshot or "converted", progress)
+        return one_embedding_files.write(
+            target, stored.tables, one_embedding.snapshot or "converted", progress
+        )
     draft = Draft(target)
     with draft.publishing():
-        for number, table in enumerate(dump.tables):
+        for number, table in enumerate(stored.tables):
             folder = draft.path / file_stem(table.collection)
             folder.mkdir(exist_ok=True)
-            file = folder / f"{file_stem(table.name)}.{to}"
-            if to == "parquet":
-                import pyarrow.parquet
-
-                pyarrow.parquet.write_table(table.to_arrow(), file)
-            else:
-                from safetensors.numpy import save_file
-
-                arrays = {name: np.ascontiguousarray(array) for name, array in table.tensors().items()}
-                save_file(arrays, file)
+            foreign_files.write(folder / f"{file_stem(table.name)}.{to}", table)
             if progress:
-                progress(number + 1, len(dump.tables))
+                progress(number + 1, len(stored.tables))
     return None
 
 
-def _plain_spec(name: str, dim: int, optimizer: Optimizer | None = None) -> TableSpec:
-    """A table of which nothing is known but its rows: float32, scores as customized ones."""
-    from embstore.table import Table
+def _to_dump(
+    path: Path, target: Path, layout: str, progress: Progress | None, options: OneEmbeddingOptions
+) -> None:
+    files = sorted(p for p in path.rglob("*") if p.suffix in foreign_files.SUFFIXES)
+    if files:
+        return _write(target, layout, _foreign_sources(files), progress)
+    if is_sok_dump(path):
+        return _write(target, layout, _sok_sources(path), progress)
+    found = one_embedding_files.tables_in(path)
+    if found:
+        with ExitStack() as stack:
+            sources = [_one_embedding_source(name, of, options, stack) for name, of in found.items()]
+            return _write(target, layout, sources, progress)
+    stored = open_any(path)
+    stored.verify()
+    base, *increments = stored.entries
+    if base.manifest is not None:
+        merging.rewrite(base, increments, target, layout=layout, progress=progress)
+        return None
+    return _write(target, layout, [_original_source(table) for table in base.tables], progress)
 
-    optimizer = optimizer or SGD()
-    table = Table(name, dim=dim, optimizer=optimizer, score_strategy="customized", init_capacity=128)
+
+def _foreign_sources(files: list[Path]) -> list[_Given]:
+    return [_given(name_of(file.parent.name), *foreign_files.read(file).described(file)) for file in files]
+
+
+def _given(collection: str, spec: TableSpec, rows: Rows) -> _Given:
+    source = block_source(collection, spec, len(rows), [rows])
+    return _Given(source, rows.states.shape[1] == spec.state_width)
+
+
+def _original_source(table: DumpTable) -> _Given:
+    """A table of a dump of the original package, which has no manifest."""
+    part = table.found.parts[0]
+    arguments = table.found.arguments
+    widths = {name: part.states[name].width for name in table.state_names}
     try:
-        return TableSpec.of(table)
-    finally:
-        table.close()
+        spec = foreign_files.inferred_spec(table.name, table.dim, widths, arguments)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{table.folder / table.name}_opt_args.json: {error}") from error
+    by = str(arguments.get("dist_type")).upper()
+    ownership = Ownership[by] if by in Ownership.__members__ else Ownership.ROUNDROBIN
+    source = block_source(table.collection, spec, table.rows, _with_scores(table), ownership=ownership)
+    return _Given(source, sum(widths.values()) == spec.state_width)
 
 
-def _source(file: Path, collection: str) -> Source:
-    keys, values, scores = _arrays(file)
-    if values.ndim != 2 or len(values) != len(keys) or len(scores) != len(keys):
-        raise CheckpointError(f"{file}: keys, values and scores should have as many rows")
-
-    def blocks() -> Iterator[Rows]:
-        states = np.empty((len(keys), 0), np.float32)
-        yield Rows(keys, values, states, np.maximum(scores, np.uint64(1)))
-
-    return block_source(collection, _plain_spec(name_of(file.stem), values.shape[1]), len(keys), blocks())
+def _with_scores(table: DumpTable) -> Iterator[Rows]:
+    for rows in table.blocks():
+        yield replace(rows, scores=np.maximum(rows.scores, np.uint64(1)))
 
 
-def _arrays(file: Path) -> tuple[Any, Any, Any]:
-    if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        table = pyarrow.parquet.read_table(file).combine_chunks()
-        missing = {"key", "vector"} - set(table.column_names)
-        if missing:
-            raise CheckpointError(f"{file}: has no column {', '.join(sorted(missing))}")
-        vectors = table["vector"].chunk(0) if table.num_rows else None
-        dim = table.schema.field("vector").type.list_size
-        values = np.asarray(vectors.flatten(), np.float32).reshape(-1, dim) if vectors else np.empty((0, dim))
-        keys = table["key"].to_numpy().astype(np.int64)
-        scores = table["score"].to_numpy() if "score" in table.column_names else np.ones(len(keys))
-        return keys, values.astype(np.float32), scores.astype(np.uint64)
-    from safetensors.numpy import load_file
-
-    arrays = load_file(file)
-    missing = {"keys", "values"} - set(arrays)
-    if missing:
-        raise CheckpointError(f"{file}: has no tensor {', '.join(sorted(missing))}")
-    keys = arrays["keys"].astype(np.int64)
-    scores = arrays.get("scores", np.ones(len(keys)))
-    return keys, arrays["values"].astype(np.float32), scores.astype(np.uint64)
-
-
-def _sok_sources(path: Path) -> list[Source]:
+def _sok_sources(path: Path) -> list[_Given]:
     reader, sources = DumpReader(path), []
     for prefix in reader.tables():
         table = reader.table(prefix)
-        engine_name, states = table.engine_states()
+        engine_name, names = table.engine_states()
         optimizer = next(o for o in _SOK_OPTIMIZERS if o.engine_name == engine_name)
-        spec = _plain_spec(prefix.removesuffix("_0"), max(table.dim, 1), optimizer)
+        spec = foreign_files.plain_spec(prefix.removesuffix("_0"), max(table.dim, 1), optimizer)
         steps = int((reader.manifest or {}).get("iterations", 0))
-        if states is None:
-            states = np.empty((len(table), 0), np.float32)
+        keys, values, states = table.block(0, len(table))
+        joined = np.concatenate([np.empty((len(table), 0)), *(states[name] for name in names)], axis=1)
+        if len(table) and joined.shape[1] != spec.state_width:
+            raise CheckpointError(
+                f"{path / prefix}-{names[0]}: expected states of {spec.state_width} components in all, "
+                f"found {joined.shape[1]}"
+            )
         rows = Rows(
-            table.keys.astype(np.int64),
-            np.asarray(table.values, np.float32).reshape(len(table), spec.dim),
-            np.asarray(states, np.float32).reshape(len(table), spec.state_width),
+            keys.astype(np.int64),
+            np.asarray(values, np.float32).reshape(len(table), spec.dim),
+            np.asarray(joined, np.float32).reshape(len(table), spec.state_width),
             np.ones(len(table), np.uint64),
         )
-        sources.append(block_source("sok", replace(spec, optimizer_step=steps), len(table), iter([rows])))
+        sources.append(_given("sok", replace(spec, optimizer_step=steps), rows))
     return sources
 
 
 def _one_embedding_source(
     name: str, directories: list[Path], options: OneEmbeddingOptions, stack: ExitStack
-) -> Source:
+) -> _Given:
     table = one_embedding_files.StoredTable(directories, options.snapshot, stack)
     optimizer = from_dict({"name": options.optimizer})
-    spec = _plain_spec(name, table.width if options.dim is None else options.dim, optimizer)
+    spec = foreign_files.plain_spec(name, table.width if options.dim is None else options.dim, optimizer)
     if spec.dim + spec.state_width != table.width:
         raise ValueError(
             f"--dim and --optimizer should make rows of {table.width} floats, as table {name!r} has, but "
             f"are {spec.dim} and {options.optimizer}, which make: {spec.dim + spec.state_width}"
         )
-    return block_source("one_embedding", spec, len(table), table.blocks(spec.dim))
+    return _Given(block_source("one_embedding", spec, len(table), table.blocks(spec.dim)), True)
 
 
-def _write_sok(target: Path, dump: Dump, progress: Progress | None) -> None:
+def _write_sok(target: Path, tables: Sequence[Columns], progress: Progress | None) -> None:
     check_target(target)
     with DumpWriter(target) as writer:
         writer.facts["world_size"] = 1
-        for number, table in enumerate(dump.tables):
+        for number, table in enumerate(tables):
             optimizer, slots = STATES.get(table.spec.engine_optimizer if table.spec else "", ("", ()))
             if len(table.state_names) != len(slots):
                 slots = ()  # dumped without states, or they have no name in SOK
@@ -216,11 +207,15 @@ def _write_sok(target: Path, dump: Dump, progress: Progress | None) -> None:
                 states = np.split(rows.states, len(slots), axis=1) if slots else []
                 output.append(rows.keys, rows.values, states)
             if progress:
-                progress(number + 1, len(dump.tables))
+                progress(number + 1, len(tables))
 
 
-def _write(
-    target: Path, layout: str, sources: list[Source], progress: Progress | None, optim: bool = False
-) -> None:
-    ranks = Ranks()
+def _write(target: Path, layout: str, tables: list[_Given], progress: Progress | None) -> None:
+    """Writes a dump, with optimizer states where the tables have them."""
+    with_states = [given for given in tables if given.source.spec.state_width]
+    optim = any(given.has_states for given in with_states)
+    for given in with_states:
+        if optim and not given.has_states:
+            raise CheckpointError(f"table {given.source.spec.name!r} has no optimizer states but others have")
+    ranks, sources = Ranks(), [given.source for given in tables]
     start(target, {0: sources}, 1, Order(layout, optim=optim), ranks).run(ranks, progress=progress)

@@ -78,8 +78,8 @@ class Pace:
 class DumpHandle:
     """A dump that is being written. Training may go on; what is written is the state at the call.
 
-    What goes wrong is raised by `wait`. If nobody waits, the next dump raises it, or `Table.close`, and the end
-    of the process tells it on stderr.
+    What goes wrong is raised by `wait`. If nobody waits, the next dump raises it, or `Table.close`, and the
+    end of the process tells it on stderr.
     """
 
     def __init__(self, job: DumpJob, ranks: Ranks) -> None:
@@ -143,8 +143,8 @@ _running: list[DumpHandle] = []
 
 
 def finish_running() -> None:
-    """Waits for dumps in the background, since a table has one snapshot at a time. Raises what went wrong with
-    one of them unless its `wait` did."""
+    """Waits for dumps in the background, since a table has one snapshot at a time. Raises what went wrong
+    with one of them unless its `wait` did."""
     while _running:
         _running[0].finish()
         _running.pop(0).raise_untold()

@@ -114,7 +114,7 @@ class IncrementLog:
             standing = identities(Dump(base), number - 1) if base else frozenset()
             if standing & state:
                 state |= standing
-            if facts["previous"] not in state:
+            if facts.get("previous") not in state:
                 before = self._entry(
                     "increment" if number - 1 in entries["increment"] else "base", number - 1
                 )

@@ -23,7 +23,9 @@ from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import FILE_STATES, ORIGINAL_TYPES, TableSpec
 
 WRITTEN = ("v1a", "v2")
+ROWWISE_FLOATS = (1, 4, 8)  # that the state of a row-wise optimizer fills where it is behind the vector
 _RANKED = re.compile(r"(?P<stem>.+)_emb_keys\.rank_(?P<rank>\d+)\.world_size_(?P<world>\d+)")
+_ANY_RANKED = re.compile(r"(?P<stem>.+)_emb_(keys|values|scores)\.rank_\d+\.world_size_\d+")
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,14 @@ class Found:
 
 
 def stems_in(folder: Path) -> list[str]:
-    """The stems of all tables whose key files are in the folder."""
+    """The stems of all tables that have a file in the folder; that of the keys may be lost."""
     stems = set()
     for path in folder.iterdir():
-        ranked = _RANKED.fullmatch(path.name)
+        ranked = _ANY_RANKED.fullmatch(path.name)
         if ranked:
             stems.add(ranked["stem"])
-        elif path.name.endswith("_keys") and STATE_MARK not in path.name:
-            stems.add(path.name.removesuffix("_keys"))
+        elif path.name.endswith(("_keys", "_values")) and STATE_MARK not in path.name:
+            stems.add(path.name.removesuffix("_keys").removesuffix("_values"))
     return sorted(stems)
 
 
@@ -152,10 +154,13 @@ def _width(path: Path, rows: int) -> int:
     return _rows(path, 4 * rows, f"{rows} rows of float32, each")
 
 
-def find(folder: Path, stem: str, expected: TableSpec | None, states: bool = True) -> Found:
+def find(
+    folder: Path, stem: str, expected: TableSpec | None, states: bool = True, exact: bool = False
+) -> Found:
     """The files of a table, their sizes checked. `expected` tells apart what the files leave open.
 
-    Without `states` those of the optimizer are passed by.
+    Without `states` those of the optimizer are skipped. With `exact`, rows hold vectors of the expected dim
+    and nothing else.
     """
     ranked = [
         match
@@ -164,13 +169,13 @@ def find(folder: Path, stem: str, expected: TableSpec | None, states: bool = Tru
     ]
     plain = folder / f"{stem}_keys"
     arguments = _arguments(folder / f"{stem}_opt_args.json")
-    if ranked and plain.is_file():
+    if ranked and os.path.lexists(plain):
         raise CheckpointError(f"{plain}: layouts are mixed, there is {ranked[0].string} beside it")
     if ranked:
         return _find_v2(folder, stem, ranked, arguments, expected, states)
-    if not plain.is_file():
+    if not os.path.lexists(plain):
         raise CheckpointError(f"{plain}: is missing (nor is there {stem}_emb_keys.rank_*)")
-    return _find_v1(folder, stem, arguments, expected, states)
+    return _find_v1(folder, stem, arguments, expected, states, exact)
 
 
 def _arguments(path: Path) -> dict[str, Any]:
@@ -187,50 +192,72 @@ def _dim(path: Path, width: int, expected: TableSpec | None) -> int:
         return width
     if width and width < expected.dim:
         raise CheckpointError(
-            f"{path}: its vectors have {width} components "
-            f"but dim of table {expected.name!r} is: {expected.dim}"
+            f"{path}: expected vectors of {expected.dim} components (dim of table {expected.name!r}), "
+            f"found {width}"
         )
     return expected.dim
 
 
 def _find_v1(
-    folder: Path, stem: str, arguments: dict[str, Any], expected: TableSpec | None, with_states: bool
+    folder: Path,
+    stem: str,
+    arguments: dict[str, Any],
+    expected: TableSpec | None,
+    with_states: bool,
+    exact: bool,
 ) -> Found:
     keys, values, scores = (folder / f"{stem}_{name}" for name in ("keys", "values", "scores"))
     rows = _rows(keys, 8, "keys")
     width = _width(values, rows)
     dim = _dim(values, width, expected)
+    prefix = f"{stem}{STATE_MARK}"
+    names = sorted(
+        path.name[len(prefix) : -len("_keys")]
+        for path in folder.iterdir()
+        if path.name.startswith(prefix) and path.name.endswith("_keys")
+    )
+    if expected is None and not names and arguments:
+        dim = _dim_of_concatenated(values, width, arguments)
+    layout = "v1a"
     states: dict[str, Floats] = {}
     state_keys: dict[str, Path] = {}
-    layout = "v1a"
-    prefix = f"{stem}{STATE_MARK}"
-    for path in sorted(folder.iterdir()):
-        if not (with_states and path.name.startswith(prefix) and path.name.endswith("_keys")):
-            continue
-        name = path.name[len(prefix) : -len("_keys")]
-        state_values = folder / f"{prefix}{name}_values"
-        state_width = _width(state_values, _rows(path, 8, "keys"))
-        states[name] = Floats(state_values, state_width, 0, state_width)
-        state_keys[name] = path
-    if not states and expected is None and arguments:
-        dim = _dim_of_concatenated(values, width, arguments)
     if width > dim:
-        if states:
-            raise CheckpointError(f"{values}: layouts are mixed, states are in it and beside it")
+        if names or exact:
+            raise CheckpointError(f"{values}: expected vectors of {dim} components, found {width}")
         layout = "v1b"
         if with_states:
             states = _concatenated_states(values, width, dim, arguments, expected)
-    if scores.is_file():
-        _require(scores, rows, 8)
-    part = Part(
-        rows,
-        keys,
-        Floats(values, width or dim, 0, dim),
-        scores if scores.is_file() else None,
-        states,
-        state_keys,
+        elif not _may_be_concatenated(width, dim, arguments):
+            raise CheckpointError(
+                f"{values}: expected vectors of {dim} components, found {width}; if optimizer states "
+                f"are behind them, load with optim=True"
+            )
+    for name in names if with_states else []:
+        state_keys[name] = folder / f"{prefix}{name}_keys"
+        state_values = folder / f"{prefix}{name}_values"
+        state_width = _width(state_values, _rows(state_keys[name], 8, "keys"))
+        states[name] = Floats(state_values, state_width, 0, state_width)
+    return Found(
+        layout,
+        None,
+        [Part(rows, keys, Floats(values, width or dim, 0, dim), _optional(scores, rows), states, state_keys)],
+        arguments,
     )
-    return Found(layout, None, [part], arguments)
+
+
+def _optional(scores: Path, rows: int) -> Path | None:
+    if not os.path.lexists(scores):
+        return None
+    _require(scores, rows, 8)
+    return scores
+
+
+def _may_be_concatenated(width: int, dim: int, arguments: dict[str, Any]) -> bool:
+    """Whether rows are vectors with states behind them, as far as opt_args.json tells: it is there when the
+    states are."""
+    if "beta1" in arguments:
+        return width == 3 * dim
+    return "eps" in arguments and (width == 2 * dim or width - dim in ROWWISE_FLOATS)
 
 
 def _dim_of_concatenated(path: Path, width: int, arguments: dict[str, Any]) -> int:
@@ -262,7 +289,7 @@ def _slices(
     """Where each state lies in rows that are `width` wide, states beginning at column `first`."""
     total = sum(state_width for _, _, state_width in names)
     # A rowwise state fills 16 bytes of the table's dtype, of which the first element counts.
-    padded = total == 1 and width - first in (1, 4, 8)
+    padded = total == 1 and width - first in ROWWISE_FLOATS
     if width - first != total and not padded:
         name = expected.name if expected else "?"
         raise CheckpointError(
@@ -285,44 +312,38 @@ def _find_v2(
         raise CheckpointError(f"{folder / stem}_emb_keys: files of different world sizes are mixed: {worlds}")
     world = worlds[0]
     layout, parts = "v2", []
+    sizes: list[tuple[int, int]] = []  # rows and width of the vectors of each rank
     for rank in range(world):
-        tail = f".rank_{rank}.world_size_{world}"
-        keys, values, scores = (folder / f"{stem}_emb_{n}{tail}" for n in ("keys", "values", "scores"))
-        if not keys.is_file():
+        keys, values = (folder / f"{stem}_emb_{n}.rank_{rank}.world_size_{world}" for n in ("keys", "values"))
+        if not os.path.lexists(keys):
             raise CheckpointError(f"{keys}: is missing, a file of rank {rank} of {world}")
         rows = _rows(keys, 8, "keys")
-        width = _width(values, rows)
-        dim = _dim(values, width, expected)
-        if width > dim:
-            raise CheckpointError(f"{values}: its vectors have {width} components but dim is: {dim}")
+        sizes.append((rows, _width(values, rows)))
+        dim = expected.dim if expected else next((width for _, width in sizes if width), 0)
+        if rows and sizes[-1][1] != dim:
+            raise CheckpointError(f"{values}: expected vectors of {dim} components, found {sizes[-1][1]}")
+    for rank, (rows, _) in enumerate(sizes):
+        tail = f".rank_{rank}.world_size_{world}"
+        keys, values, scores = (folder / f"{stem}_emb_{n}{tail}" for n in ("keys", "values", "scores"))
         states: dict[str, Floats] = {}
         newest, alpha = folder / f"{stem}_emb_opt_values{tail}", folder / f"{stem}_opt_values{tail}"
-        if alpha.is_file() and not newest.is_file():
+        if os.path.lexists(alpha) and not os.path.lexists(newest):
             layout, newest = "v2-alpha", alpha
-        if newest.is_file() and with_states:
+        if os.path.lexists(newest) and with_states:
             names = expected.file_states() if expected else _original_states(arguments, dim)
             state_width = _width(newest, rows)
             if state_width:
                 states = _slices(newest, state_width, 0, names, expected)
             else:
                 states = {name: Floats(newest, w, begin, w) for name, begin, w in names}
-        if scores.is_file():
-            _require(scores, rows, 8)
         parts.append(
-            Part(
-                rows,
-                keys,
-                Floats(values, dim, 0, dim),
-                scores if scores.is_file() else None,
-                states,
-                rank=rank,
-            )
+            Part(rows, keys, Floats(values, dim, 0, dim), _optional(scores, rows), states, rank=rank)
         )
     return Found(layout, world, parts, arguments)
 
 
 def _original_states(arguments: dict[str, Any], dim: int) -> list[tuple[str, int, int]]:
     kinds = {original: ours for ours, original in ORIGINAL_TYPES.items()}
-    kind = kinds.get(arguments.get("opt_type", ""), "adam" if "beta1" in arguments else "sgd")
+    kind = kinds.get(str(arguments.get("opt_type", "")), "adam" if "beta1" in arguments else "sgd")
     width = 1 if kind == "rowwise_adagrad" else dim
     return [(name, i * width, width) for i, name in enumerate(FILE_STATES.get(kind, {}).values())]

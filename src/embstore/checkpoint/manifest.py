@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from embstore.checkpoint.files import read_sealed, sealed
+from embstore.checkpoint.layouts import WRITTEN
 from embstore.checkpoint.ranks import CheckpointError
-from embstore.checkpoint.spec import TableSpec
+from embstore.checkpoint.spec import TableSpec, checked, count
 from embstore.ownership import Ownership
 
 NAME = "embstore.json"
@@ -69,7 +71,7 @@ class Manifest:
     def read(folder: Path) -> Manifest | None:
         """The manifest of a collection's folder, or None where there is none."""
         path = folder / NAME
-        if not path.is_file():
+        if not os.path.lexists(path):
             return None
         document = read_sealed(path)
         if document.get("format") != FORMAT:
@@ -80,16 +82,60 @@ class Manifest:
                 f"(written by a newer embstore?)"
             )
         try:
-            known = {f.name: document[f.name] for f in fields(Manifest)}
-            known["tables"] = {
-                name: TableEntry(
-                    TableSpec.from_dict(entry),
-                    Ownership[entry["ownership"].upper()],
-                    entry["rows_of_rank"],
-                    entry["files"],
-                )
-                for name, entry in document["tables"].items()
-            }
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: is incomplete: {error!r}") from error
-        return Manifest(**known)
+            return _parsed(document)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: is not a manifest: {error}") from error
+
+
+def _parsed(document: dict[str, Any]) -> Manifest:
+    names = checked(document, "collections", list)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"collections should be names but are: {names!r}")
+    world = count(document, "world", 1)
+    layout = checked(document, "layout", str)
+    if layout not in WRITTEN:
+        raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
+    return Manifest(
+        dump=checked(document, "dump", str),
+        collection=checked(document, "collection", str),
+        collections=names,
+        layout=layout,
+        world=world,
+        optim=checked(document, "optim", bool),
+        taken_ns=count(document, "taken_ns"),
+        tables={
+            name: _entry(name, entry, world) for name, entry in checked(document, "tables", dict).items()
+        },
+        increment=_increment(checked(document, "increment", dict)),
+    )
+
+
+def _entry(name: str, document: Any, world: int) -> TableEntry:
+    spec = TableSpec.from_dict(document)
+    if spec.name != name:
+        raise ValueError(f"name of table {name!r} should be the same but is: {spec.name!r}")
+    rows = checked(document, "rows_of_rank", list)
+    for i in range(len(rows)):
+        count({"rows_of_rank": rows[i]}, "rows_of_rank")
+    if len(rows) != world:
+        raise ValueError(f"rows_of_rank should have {world} numbers but has: {len(rows)}")
+    files = checked(document, "files", dict)
+    for file, stored in files.items():
+        if "/" in file or "\0" in file or file in ("", ".", ".."):
+            raise ValueError(f"files should be names in the folder but one is: {file!r}")
+        count(stored, "bytes")
+        count(stored, "crc32", most=0xFFFF_FFFF)
+    ownership = checked(document, "ownership", str)
+    return TableEntry(spec, Ownership[ownership.upper()], rows, files)
+
+
+def _increment(document: dict[str, Any]) -> dict[str, Any]:
+    if document:
+        count(document, "number")
+        checked(document, "log", str)
+        for name in ("previous", "stands_for"):
+            if name in document:
+                checked(document, name, str)
+        if "previous" not in document and document["number"] and "stands_for" not in document:
+            raise ValueError("previous should name the entry before but is missing")
+    return document

@@ -48,6 +48,7 @@ class Merged:
         if newest.spec is None:
             raise CheckpointError(f"{newest.folder}: has no embstore.json, which merging needs")
         self.spec: TableSpec = newest.spec
+        self.world = newest.world
         self.ownership = newest.entry.ownership if newest.entry else Ownership.ROUNDROBIN
         # For every changed key: the increment that has its row, or -1 when it is gone.
         keys: list[Array] = []
@@ -84,6 +85,16 @@ class Merged:
                 elif mine.any():
                     yield Rows(rows.keys[mine], rows.values[mine], rows.states[mine], rows.scores[mine])
 
+    def empty(self) -> Rows:
+        """No rows, as wide as the others."""
+        width = sum(w for _, w in self.spec.states) if self._base.state_names else 0
+        return Rows(
+            np.empty(0, np.int64),
+            np.empty((0, self.spec.dim), np.float32),
+            np.empty((0, width), np.float32),
+            np.empty(0, np.uint64),
+        )
+
     def rows_of_rank(self, world: int) -> list[int]:
         counts = np.zeros(world, np.int64)
         for number, stored in [(-2, self._base), *enumerate(self._increments)]:
@@ -119,7 +130,7 @@ def rewrite(
     world = of.world if world is None else world
     if world < 1:
         raise ValueError(f"world should be at least 1 but is: {world}")
-    merged = [Merged(table, [_twin(table, dump) for dump in increments]) for table in base.tables]
+    merged = [table for table, _ in merge_tables([base, *increments])]
     sizes = [table.rows_of_rank(world) for table in merged]
     parts: dict[int, list[Source]] = {
         rank: [
@@ -133,6 +144,14 @@ def rewrite(
     job = start(out, parts, world, order, ranks)
     job.run(ranks, progress=progress)
     return job.id
+
+
+def merge_tables(entries: Sequence[Dump]) -> Iterator[tuple[Merged, int]]:
+    """Every table of a base with the increments after it, and the bytes of its files."""
+    base, *increments = entries
+    for table in base.tables:
+        twins = [_twin(table, increment) for increment in increments]
+        yield Merged(table, twins), sum(stored.bytes for stored in (table, *twins))
 
 
 def _twin(table: DumpTable, increment: Dump) -> DumpTable:

@@ -8,16 +8,18 @@ begins: who reads them names the dimension and the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.files import open_regular
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.ranks import CheckpointError
-from embstore.checkpoint.reading import Dump
 from embstore.checkpoint.writing import Progress
 from embstore.stores import SsdStore
 from embstore.table import Rows
@@ -42,10 +44,22 @@ def tables_in(path: Path) -> dict[str, list[Path]]:
 
 
 def _number(directory: Path, name: str) -> int:
-    text = (directory / name).read_text().strip()
-    if not text.isdigit():
+    fd = open_regular(directory / name)
+    try:
+        text = os.read(fd, 64).decode("ascii", "replace").strip()
+    finally:
+        os.close(fd)
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise CheckpointError(f"{directory / name}: should hold a number but holds: {text!r}")
     return int(text)
+
+
+@contextmanager
+def _damage_named(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
 
 
 class StoredTable:
@@ -54,15 +68,16 @@ class StoredTable:
     def __init__(self, directories: list[Path], snapshot: str | None, stack: ExitStack) -> None:
         self._stores: list[SsdStore] = []
         for directory in directories:
-            store = SsdStore(
-                directory,
-                _number(directory, "VALUE_SIZE"),
-                key_bytes=_number(directory, "KEY_SIZE"),
-                physical_block_bytes=_number(directory, "PHYSICAL_BLOCK_SIZE"),
-                create=False,
-            )
-            stack.callback(store.close)
-            store.load_snapshot(self._choose(directory, store.snapshots(), snapshot))
+            sizes = [_number(directory, name) for name in ("VALUE_SIZE", "KEY_SIZE", "PHYSICAL_BLOCK_SIZE")]
+            with _damage_named(directory):
+                store = SsdStore(
+                    directory, sizes[0], key_bytes=sizes[1], physical_block_bytes=sizes[2], create=False
+                )
+                stack.callback(store.close)
+                names = store.snapshots()
+            chosen = self._choose(directory, names, snapshot)
+            with _damage_named(directory):
+                store.load_snapshot(chosen)
             self._stores.append(store)
         widths = {store.row_bytes // 4 for store in self._stores}
         if len(widths) != 1:
@@ -73,6 +88,8 @@ class StoredTable:
     def _choose(directory: Path, names: list[str], wanted: str | None) -> str:
         if wanted is None and len(names) != 1:
             raise ValueError(f"--snapshot should name one of those of {directory}, which are: {names}")
+        if wanted is not None and wanted not in names:
+            raise ValueError(f"--snapshot should be one of {names}, those of {directory}, but is: {wanted!r}")
         return names[0] if wanted is None else wanted
 
     def __len__(self) -> int:
@@ -87,14 +104,14 @@ class StoredTable:
                 yield Rows(keys, values, states, np.maximum(scores, np.uint64(1)))
 
 
-def write(target: Path, dump: Dump, snapshot: str, progress: Progress | None) -> None:
+def write(target: Path, tables: Sequence[Columns], snapshot: str, progress: Progress | None) -> None:
     """One directory for each table, as for one rank, with the rows of the dump in a snapshot."""
-    names = [table.name for table in dump.tables]
+    names = [table.name for table in tables]
     if len(set(names)) != len(names):
         raise ValueError(f"tables should have names of their own as directories but are: {names}")
     draft = Draft(target)
     with draft.publishing():
-        for number, table in enumerate(dump.tables):
+        for number, table in enumerate(tables):
             width = table.dim + table.spec.state_width if table.spec and table.state_names else table.dim
             directory = draft.path / file_stem(table.name) / "0-1"
             with SsdStore(directory, 4 * width) as store:
@@ -103,4 +120,4 @@ def write(target: Path, dump: Dump, snapshot: str, progress: Progress | None) ->
                     store.put(rows.keys, row, rows.scores)
                 store.snapshot(snapshot)
             if progress:
-                progress(number + 1, len(dump.tables))
+                progress(number + 1, len(tables))

@@ -9,17 +9,18 @@ vectors, found = user.find([7, -1])
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint import layouts, manifest
+from embstore.checkpoint.columns import Array, Columns
 from embstore.checkpoint.files import combine, file_crc32, file_size
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.parts import PartReader, Pieces
@@ -27,14 +28,14 @@ from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.spec import TableSpec
 from embstore.table import Rows
 
-if TYPE_CHECKING:
-    import pyarrow
-
-Array = npt.NDArray[Any]
 VERIFY_BYTES = 32 << 20
 
 
-class DumpTable:
+class NotADump(CheckpointError):
+    """The folder holds something else, or nothing."""
+
+
+class DumpTable(Columns):
     """One table of a dump. Arrays are mapped from the files; those of several files are joined."""
 
     def __init__(
@@ -55,9 +56,10 @@ class DumpTable:
         self.name = self.spec.name if self.spec else expected.name if expected else name_of(stem)
         if entry:
             self._check_sizes(entry)
-        self.found = layouts.find(folder, stem, self.spec or expected, states)
-        if entry:
+        self.found = layouts.find(folder, stem, self.spec or expected, states, exact=entry is not None)
+        if entry and of:
             self._check_listed(entry)
+            self._check_rows(entry, of)
         self._known = self.spec or expected
 
     def _check_sizes(self, entry: manifest.TableEntry) -> None:
@@ -74,17 +76,30 @@ class DumpTable:
             if path.name not in listed:
                 raise CheckpointError(f"{path}: is not in {manifest.NAME}, so dumps are mixed")
 
+    def _check_rows(self, entry: manifest.TableEntry, of: manifest.Manifest) -> None:
+        rows = [part.rows for part in self.found.parts]
+        expected = entry.rows_of_rank if self.found.world else [entry.rows]
+        if (self.found.world or of.world) != of.world or rows != expected:
+            raise CheckpointError(
+                f"{self.folder / manifest.NAME}: rows_of_rank of table {self.name!r} expects {entry.rows} "
+                f"rows of {of.world} ranks, found {sum(rows)}"
+            )
+
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.found.parts)
 
     @property
     def dim(self) -> int:
-        return self.found.parts[0].values.width
+        return max(part.values.width for part in self.found.parts)
 
     @property
     def layout(self) -> str:
         return self.found.layout
+
+    @property
+    def world(self) -> int:
+        return self.manifest.world if self.manifest else self.found.world or 0
 
     @property
     def bytes(self) -> int:
@@ -108,7 +123,7 @@ class DumpTable:
         strategy = self.found.arguments.get("evict_strategy")
         if self.spec or strategy is None:
             return bool(self._known and self._known.keeps_ages)
-        return "KLru" in strategy
+        return "KLru" in str(strategy)
 
     @property
     def has_scores(self) -> bool:
@@ -138,11 +153,7 @@ class DumpTable:
         """0 where the dump has no scores."""
         return self._joined([reader.scores(0, reader.part.rows) for reader in self.readers])
 
-    def state(self, name: str) -> npt.NDArray[np.float32]:
-        """An optimizer state by its name in files, such as "m"."""
-        if name not in self.state_names:
-            raise KeyError(f"state should be one of {', '.join(self.state_names) or 'none'} but is: {name!r}")
-        i = self.state_names.index(name)
+    def _state(self, i: int) -> npt.NDArray[np.float32]:
         return self._joined([reader.mapped_state(i) for reader in self.readers])
 
     def blocks(self, block_rows: int = 65536) -> Iterator[Rows]:
@@ -151,50 +162,9 @@ class DumpTable:
             for begin in range(0, reader.part.rows, block_rows):
                 yield reader.read(begin, min(begin + block_rows, reader.part.rows))
 
-    @cached_property
-    def _order(self) -> Array:
-        return np.argsort(self.keys, kind="stable")
-
-    def locate(self, keys: object) -> Array:
-        """The row number of each key, -1 where it is not there. The first call sorts the keys."""
-        wanted = np.asarray(keys, np.int64)
-        if self.rows == 0:
-            return np.full(wanted.shape, -1)
-        at = np.searchsorted(self.keys, wanted, sorter=self._order)
-        at = self._order[np.minimum(at, self.rows - 1)]
-        return np.where(self.keys[at] == wanted, at, -1)
-
-    def find(self, keys: object) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """Vectors of the keys and which of them are there; others read 0.0."""
-        at = self.locate(keys)
-        found = at >= 0
-        vectors = np.zeros((*at.shape, self.dim), np.float32)
-        vectors[found] = self.values[at[found]]
-        return vectors, found
-
-    def to_arrow(self) -> pyarrow.Table:
-        """Columns key, vector (a list of fixed size), score, and one for each optimizer state."""
-        import pyarrow as pa
-
-        def vectors(array: Array) -> Any:
-            flat = pa.array(np.ascontiguousarray(array).reshape(-1))
-            return pa.FixedSizeListArray.from_arrays(flat, array.shape[1])
-
-        columns = {"key": pa.array(self.keys), "vector": vectors(self.values), "score": pa.array(self.scores)}
-        columns |= {name: vectors(self.state(name)) for name in self.state_names}
-        return pa.table(columns)
-
-    def tensors(self) -> dict[str, Array]:
-        """keys, values, scores and states by name: what goes into a safetensors file."""
-        arrays: dict[str, Array] = {"keys": self.keys, "values": self.values, "scores": self.scores}
-        return arrays | {f"state.{name}": self.state(name) for name in self.state_names}
-
     def files(self) -> dict[str, dict[str, int]]:
         """Every file of the table with its size and checksum, as the manifest has them."""
         return self.entry.files if self.entry else {}
-
-    def __repr__(self) -> str:
-        return f"DumpTable({self.name!r}, rows={self.rows}, dim={self.dim}, layout={self.layout!r})"
 
 
 class Dump(Mapping[str, dict[str, DumpTable]]):
@@ -210,7 +180,7 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
         self._tables: dict[str, dict[str, DumpTable]] = {}
         folders = [path] if _is_collection(path) else sorted(p for p in path.iterdir() if _is_collection(p))
         if not folders:
-            raise CheckpointError(f"{path}: has no tables of a dump")
+            raise NotADump(_what_it_is(path))
         identities: dict[str, str] = {}
         for folder in folders:
             of = manifest.Manifest.read(folder)
@@ -218,6 +188,8 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
             if of:
                 identities[folder.name] = of.dump
                 self._check_collections(of, folder, whole=folder != path)
+            if collection in self._tables:
+                raise CheckpointError(f"{folder}: collection {collection!r} is there twice")
             self._tables[collection] = self._open(folder, collection, of, (expected or {}).get(collection))
         if len(set(identities.values())) > 1:
             raise CheckpointError(f"{path}: collections of different dumps are mixed: {identities}")
@@ -278,7 +250,18 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
 def _is_collection(path: Path) -> bool:
     if not path.is_dir() or ".partial-" in path.name:
         return False
-    return (path / manifest.NAME).is_file() or bool(layouts.stems_in(path))
+    return os.path.lexists(path / manifest.NAME) or bool(layouts.stems_in(path))
+
+
+def is_log(path: Path) -> bool:
+    """Whether a folder holds an increment log."""
+    return path.is_dir() and any(re.fullmatch(r"(base|increment)-\d{12}", p.name) for p in path.iterdir())
+
+
+def _what_it_is(path: Path) -> str:
+    if is_log(path):
+        return f"{path}: is an increment log, not a dump; IncrementLog reads it"
+    return f"{path}: is not a dump: it has neither {manifest.NAME} nor files of keys and values"
 
 
 def verify(tables: list[DumpTable], ranks: Ranks, known: list[Pieces] | None = None) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from embstore.optimizers import Optimizer, from_dict
-from embstore.options import ScoreStrategy
+from embstore.options import DType, ScoreStrategy
 from embstore.table import Table
 
 # The states' names in files: those of the original package where it has the optimizer.
@@ -23,6 +23,27 @@ ORIGINAL_TYPES = {
 }
 # Scores of these strategies are nanoseconds of a clock; the newest original layout keeps ages instead.
 CLOCK_STRATEGIES = ("timestamp", "no_eviction")
+
+
+def checked(values: dict[str, Any], name: str, kind: type) -> Any:
+    """A field of a JSON object. Raises ValueError when it is missing or of another type."""
+    value = values.get(name) if isinstance(values, dict) else None
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} should be of type {kind.__name__} but is: {_short(value)}")
+    return value
+
+
+def count(values: dict[str, Any], name: str, least: int = 0, most: int = (1 << 62) - 1) -> int:
+    """An integer of a JSON object. Raises ValueError when it is another thing or out of bounds."""
+    value = values.get(name) if isinstance(values, dict) else None
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} should be an integer from {least} to {most} but is: {_short(value)}")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True)
@@ -78,9 +99,24 @@ class TableSpec:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> TableSpec:
+        """The inverse of `to_dict`. Raises ValueError, or what Python raises for a wrong type or a missing
+        field, when the values are not those of a table."""
         known = {f.name: values[f.name] for f in fields(TableSpec)}
-        known["states"] = tuple((str(name), int(width)) for name, width in known["states"])
-        return TableSpec(**known)
+        states = tuple((checked({"states": name}, "states", str), int(w)) for name, w in values["states"])
+        for name, kind in (("name", str), ("initializer", dict)):
+            checked(values, name, kind)
+        for name, least in (("dim", 1), ("optimizer_step", 0), ("init_capacity", 0), ("max_capacity", 1)):
+            count(values, name, least)
+        count(values, "bucket_capacity", 1)
+        count(values, "score", most=(1 << 64) - 1)
+        count(values, "seed", most=(1 << 64) - 1)
+        if any(width < 0 for _, width in states):
+            raise ValueError(f"states should have widths of at least 0 but are: {states}")
+        DType[checked(values, "dtype", str).upper()]
+        ScoreStrategy[checked(values, "score_strategy", str).upper()]
+        spec = TableSpec(**{**known, "states": states})
+        replace(spec.optimizer_object(), lr=values["learning_rate"])  # validates both
+        return spec
 
     @staticmethod
     def of(table: Table) -> TableSpec:

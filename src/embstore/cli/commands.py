@@ -1,16 +1,18 @@
-"""The command line `embstore`: looks into dumps, checks them and rewrites them.
+"""The commands of `embstore`. A log is read as if its state had been dumped: base and increments.
 
     embstore inspect /data/monday            embstore diff /data/monday /data/tuesday
     embstore verify /data/monday             embstore convert /data/monday out --to v2
     embstore get /data/monday 7 -- -1        embstore merge /data/log out
 
-Exit codes: 0 all is well, 1 a difference was found or a key is missing, 2 wrong use, 3 the dump is damaged.
+Exit codes: 0 all is well, 1 a difference was found or a key is missing, 2 wrong use (also: not a dump),
+3 the dump is damaged.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +25,12 @@ from rich.progress import Progress
 from rich.table import Table as Grid
 
 from embstore.checkpoint import converting
-from embstore.checkpoint.increments import IncrementLog
+from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.ranks import CheckpointError
-from embstore.checkpoint.reading import Dump, DumpTable, open_dump
+from embstore.checkpoint.reading import NotADump, is_log
+from embstore.checkpoint.replaying import open_any
+from embstore.cli import WRONG_USE, missing_extra
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look into dumps, check and rewrite them.")
 out, errors = Console(), Console(stderr=True)
@@ -43,34 +47,42 @@ OneTable = Annotated[str, typer.Option("--table", help="only tables of this name
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Errors of the dump become a line and an exit code."""
+    """Errors become one line and an exit code."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}", "yellow")
+            yield
+    except NotADump as error:
+        _say(f"error: {error}")
+        raise typer.Exit(WRONG_USE) from error
     except CheckpointError as error:
-        errors.print(f"damaged: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _say(f"damaged: {error}")
         raise typer.Exit(DAMAGED) from error
-    except (FileNotFoundError, FileExistsError, ValueError, OSError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    except ImportError as error:
+        text = missing_extra(error)
+        if text is None:
+            raise
+        _say(f"error: {text}")
+        raise typer.Exit(WRONG_USE) from error
+    except (ValueError, OSError) as error:
+        _say(f"error: {error}")
+        raise typer.Exit(WRONG_USE) from error
 
 
-def _open(path: Path) -> Dump:
-    """A dump, or the newest base of an increment log."""
-    if path.is_dir() and any(p.name.startswith("base-") for p in path.iterdir()):
-        return IncrementLog(path).chain()[0]
-    return open_dump(path)
+def _say(text: str, style: str = "red") -> None:
+    errors.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _selected(dump: Dump, table: str) -> list[DumpTable]:
-    found = [t for t in dump.tables if table in ("", t.name, f"{t.collection}/{t.name}")]
+def _matches(table: Columns, wanted: str) -> bool:
+    return wanted in ("", table.name, table.label)
+
+
+def _selected(tables: list[Columns], wanted: str) -> list[Columns]:
+    found = [table for table in tables if _matches(table, wanted)]
     if not found:
-        known = ", ".join(f"{t.collection}/{t.name}" for t in dump.tables)
-        raise ValueError(f"--table should be one of {known} but is: {table!r}")
+        known = ", ".join(sorted({table.label for table in tables}))
+        raise ValueError(f"--table should be one of {known} but is: {wanted!r}")
     return found
-
-
-def _label(table: DumpTable) -> str:
-    return f"{table.collection}/{table.name}"
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool, title: str = "") -> None:
@@ -117,11 +129,11 @@ def inspect(path: DumpPath, as_json: Json = False) -> None:
     """Tables with their counts, dims, bytes and a histogram of the scores."""
     with _refusals():
         rows: list[dict[str, Any]] = []
-        for table in _open(path).tables:
+        for table in open_any(path).tables:
             spec = table.spec
             rows.append(
                 {
-                    "table": _label(table),
+                    "table": table.label,
                     "rows": table.rows,
                     "dim": table.dim,
                     "dtype": spec.dtype if spec else "float32",
@@ -129,7 +141,7 @@ def inspect(path: DumpPath, as_json: Json = False) -> None:
                     "states": ", ".join(table.state_names) or "-",
                     "scores": spec.score_strategy if spec else "yes" if table.has_scores else "-",
                     "layout": table.layout,
-                    "world": table.manifest.world if table.manifest else table.found.world or 0,
+                    "world": table.world,
                     "bytes": table.bytes,
                     "histogram": _histogram(table.scores) if table.has_scores else [],
                 }
@@ -150,9 +162,7 @@ def inspect(path: DumpPath, as_json: Json = False) -> None:
 def verify(path: DumpPath, as_json: Json = False) -> None:
     """Reads every file and compares its checksum with the manifest; of a log, all its entries."""
     with _refusals():
-        is_log = path.is_dir() and any(p.name.startswith("base-") for p in path.iterdir())
-        dumps = IncrementLog(path).chain() if is_log else [open_dump(path)]
-        checked = 0
+        dumps = open_any(path).entries
 
         def check(report: Callable[[int, int], None]) -> int:
             total = 0
@@ -162,7 +172,7 @@ def verify(path: DumpPath, as_json: Json = False) -> None:
             return total
 
         checked = _with_progress(check, "verifying")
-        unchecked = [_label(t) for dump in dumps for t in dump.tables if not t.files()]
+        unchecked = [t.label for dump in dumps for t in dump.tables if not t.files()]
         if as_json:
             typer.echo(json.dumps({"bytes": checked, "without_checksums": unchecked}))
         else:
@@ -174,20 +184,23 @@ def verify(path: DumpPath, as_json: Json = False) -> None:
 @app.command()
 def get(
     path: DumpPath,
-    keys: Annotated[list[int], typer.Argument(help="keys; put -- before negative ones")],
+    keys: Annotated[
+        list[int],
+        typer.Argument(min=-(2**63), max=2**63 - 1, help="keys; put -- before negative ones"),
+    ],
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
     """Vectors and scores of keys. Exit code 1 when one is missing everywhere."""
     with _refusals():
         rows, found = [], set()
-        for stored in _selected(_open(path), table):
+        for stored in _selected(open_any(path).tables, table):
             for key, at in zip(keys, stored.locate(keys).tolist()):
                 if at >= 0:
                     found.add(key)
                     score = int(stored.scores[at])
                     vector = stored.values[at].tolist()
-                    rows.append({"table": _label(stored), "key": key, "score": score, "vector": vector})
+                    rows.append({"table": stored.label, "key": key, "score": score, "vector": vector})
         if as_json:
             _show(rows, True)
         else:
@@ -208,7 +221,7 @@ def get(
 def top(
     path: DumpPath,
     by: Annotated[str, typer.Option(help="score or norm")] = "score",
-    n: Annotated[int, typer.Option("-n", help="how many of each table")] = 10,
+    n: Annotated[int, typer.Option("-n", min=1, help="how many of each table")] = 10,
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
@@ -217,12 +230,12 @@ def top(
         if by not in ("score", "norm"):
             raise ValueError(f"--by should be score or norm but is: {by!r}")
         rows: list[dict[str, Any]] = []
-        for stored in _selected(_open(path), table):
+        for stored in _selected(open_any(path).tables, table):
             norms = np.sqrt(np.einsum("ij,ij->i", stored.values, stored.values, dtype=np.float64))
             order = np.lexsort((stored.keys, stored.scores if by == "score" else norms))[::-1][:n]
             rows += [
                 {
-                    "table": _label(stored),
+                    "table": stored.label,
                     "key": int(stored.keys[i]),
                     "score": int(stored.scores[i]),
                     "norm": float(norms[i]),
@@ -236,15 +249,16 @@ def top(
 def diff(
     first: DumpPath,
     second: DumpPath,
-    tolerance: Annotated[float, typer.Option(help="largest difference of a component that is none")] = 0.0,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="ignore differences up to this value")] = 0.0,
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
     """Keys that only one dump has, and rows that differ. Exit code 1 when there are any."""
     with _refusals():
-        a, b = _open(first), _open(second)
-        names = {(t.collection, t.name): t for t in _selected(a, table)}
-        others = {(t.collection, t.name): t for t in b.tables if not table or t.name in table}
+        a, b = open_any(first).tables, open_any(second).tables
+        _selected([*a, *b], table)  # in one of them at least
+        names = {(t.collection, t.name): t for t in a if _matches(t, table)}
+        others = {(t.collection, t.name): t for t in b if _matches(t, table)}
         rows = []
         for name in sorted(names.keys() | others.keys()):
             rows.append(
@@ -255,7 +269,7 @@ def diff(
             raise typer.Exit(DIFFERENT)
 
 
-def _difference(a: DumpTable | None, b: DumpTable | None, tolerance: float) -> dict[str, Any]:
+def _difference(a: Columns | None, b: Columns | None, tolerance: float) -> dict[str, Any]:
     if a is None or b is None:
         return {
             "only_first": a.rows if a else 0,
@@ -267,7 +281,7 @@ def _difference(a: DumpTable | None, b: DumpTable | None, tolerance: float) -> d
     at = b.locate(a.keys)
     both = at >= 0
     if a.dim != b.dim:
-        raise ValueError(f"dim of {_label(a)} is {a.dim} in one dump but {b.dim} in the other")
+        raise ValueError(f"dim of {a.label} is {a.dim} in one dump but {b.dim} in the other")
     gap = np.abs(a.values[both] - b.values[at[both]]).max(axis=1, initial=0.0)
     return {
         "only_first": int((~both).sum()),
@@ -285,24 +299,29 @@ def merge(
 ) -> None:
     """A dump of what a log says: its base and all increments after it."""
     with _refusals():
-        chain = IncrementLog(log).chain()
-        for entry in chain:
-            entry.verify()
-        _with_progress(lambda report: rewrite(chain[0], chain[1:], target, progress=report), "merging")
-        out.print(f"{target}: base and {len(chain) - 1} increments", highlight=False)
+        if not is_log(log):
+            raise ValueError(f"log should be the folder of an increment log but is: {log}")
+        stored = open_any(log)
+        stored.verify()
+        base, *increments = stored.entries
+        _with_progress(lambda report: rewrite(base, increments, target, progress=report), "merging")
+        out.print(f"{target}: base and {len(increments)} increments", highlight=False)
 
 
 @app.command()
 def reshard(
     path: DumpPath,
     target: Annotated[Path, typer.Argument(help="the dump to write; not there yet")],
-    world: Annotated[int, typer.Option(help="for how many ranks")],
+    world: Annotated[int, typer.Option(min=1, max=65536, help="for how many ranks")],
 ) -> None:
     """The same rows, ordered (v1a) or in files (v2) for another number of ranks."""
     with _refusals():
-        dump = _open(path)
-        dump.verify()
-        _with_progress(lambda report: rewrite(dump, [], target, world=world, progress=report), "resharding")
+        stored = open_any(path)
+        stored.verify()
+        base, *increments = stored.entries
+        _with_progress(
+            lambda report: rewrite(base, increments, target, world=world, progress=report), "resharding"
+        )
         out.print(f"{target}: for {world} ranks", highlight=False)
 
 
@@ -331,12 +350,12 @@ def stats(
     """Mean, spread and norms of the vectors of each table."""
     with _refusals():
         rows, drawn = [], []
-        for table in _open(path).tables:
+        for table in open_any(path).tables:
             norms = np.linalg.norm(table.values, axis=1) if table.rows else np.zeros(0)
-            drawn.append((_label(table), norms, table.scores))
+            drawn.append((table.label, norms, table.scores))
             rows.append(
                 {
-                    "table": _label(table),
+                    "table": table.label,
                     "rows": table.rows,
                     "mean": float(table.values.mean()) if table.rows else 0.0,
                     "std": float(table.values.std()) if table.rows else 0.0,
@@ -364,12 +383,3 @@ def _plot(drawn: list[tuple[str, Any, Any]], path: Path) -> None:
         right.set(title=f"{label}: scores")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
-
-
-def main() -> None:
-    """The console script."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

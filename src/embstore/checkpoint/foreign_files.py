@@ -1,0 +1,200 @@
+"""Tables in Parquet and safetensors files.
+
+    key, vector, score, m, v                           columns of {table}.parquet
+    keys, values, scores, state.m, state.v             tensors of {table}.safetensors
+
+Files that were written from a dump describe their table in the metadata "embstore"; of others, the names of
+the optimizer states tell the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore.checkpoint.columns import DESCRIPTION, Columns
+from embstore.checkpoint.files import file_size
+from embstore.checkpoint.names import name_of
+from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.spec import TableSpec
+from embstore.optimizers import OPTIMIZERS, SGD, Optimizer
+from embstore.table import Rows, Table
+
+Array = npt.NDArray[Any]
+SUFFIXES = (".safetensors", ".parquet")
+
+
+@dataclass
+class ForeignTable:
+    """The columns of one file. `description` is the JSON of a `TableSpec`, or empty."""
+
+    keys: Array
+    values: Array
+    scores: Array | None
+    states: dict[str, Array] = field(default_factory=dict)
+    description: str = ""
+
+    def described(self, file: Path) -> tuple[TableSpec, Rows]:
+        """What the table is, and its rows. Raises CheckpointError where columns do not fit together."""
+        keys, values = self.keys, self.values
+        scores = np.ones(len(keys)) if self.scores is None else self.scores
+        if keys.ndim != 1 or keys.dtype.kind not in "iu" or values.ndim != 2 or values.dtype.kind != "f":
+            raise CheckpointError(f"{file}: expected integer keys (n) and vectors (n, dim) of floats")
+        if scores.ndim != 1 or scores.dtype.kind not in "iuf":
+            raise CheckpointError(f"{file}: expected one score for each key")
+        for name, column in {"vectors": values, "scores": scores, **self.states}.items():
+            if len(column) != len(keys):
+                raise CheckpointError(
+                    f"{file}: expected {len(keys)} {name}, one for each key, found {len(column)}"
+                )
+        widths = {name: state.shape[1] for name, state in self.states.items()}
+        spec = self._spec(file, widths)
+        names = [name for name, _, _ in spec.file_states()] if self.states else []
+        states = [self.states[name] for name in names]
+        joined = np.concatenate(states, axis=1) if states else np.empty((len(keys), 0))
+        left_out = sorted(set(self.states) - set(names))
+        if left_out:
+            warnings.warn(
+                f"{file}: {', '.join(left_out)} are not states of a known optimizer and are left out",
+                stacklevel=2,
+            )
+        as_float = (np.asarray(values, np.float32), np.asarray(joined, np.float32))
+        return spec, Rows(
+            keys.astype(np.int64), *as_float, np.maximum(scores.astype(np.uint64), np.uint64(1))
+        )
+
+    def _spec(self, file: Path, widths: dict[str, int]) -> TableSpec:
+        dim = self.values.shape[1]
+        if not self.description:
+            return inferred_spec(name_of(file.stem), dim, widths, {})
+        try:
+            spec = TableSpec.from_dict(json.loads(self.description))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file}: its description is not that of a table: {error}") from error
+        expected = {name: width for name, _, width in spec.file_states()} if widths else {}
+        if (spec.dim, expected) != (dim, widths):
+            raise CheckpointError(
+                f"{file}: expected vectors of {spec.dim} components and states {expected} by its "
+                f"description, found {dim} and {widths}"
+            )
+        return spec
+
+
+def read(file: Path) -> ForeignTable:
+    """The columns of a file. Raises CheckpointError where it is damaged or something else."""
+    file_size(file)  # a pipe would wait for ever
+    reader = _read_parquet if file.suffix == ".parquet" else _read_safetensors
+    try:
+        return reader(file)
+    except (CheckpointError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # the libraries raise many kinds for damaged files, OSError among them
+        raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_parquet(file: Path) -> ForeignTable:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(file)
+    _require(file, "column", {"key", "vector"}, set(table.column_names))
+
+    def vectors(name: str) -> Array:
+        column = table[name]
+        width = column.type.list_size
+        parts = [np.asarray(chunk.flatten()).reshape(-1, width) for chunk in column.chunks]
+        return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
+
+    lists = [f.name for f in table.schema if pa.types.is_fixed_size_list(f.type)]
+    if "vector" not in lists or any(table[name].null_count for name in ("key", "vector")):
+        raise CheckpointError(f"{file}: expected vectors as lists of a fixed size, without nulls")
+    return ForeignTable(
+        table["key"].to_numpy(),
+        vectors("vector"),
+        table["score"].to_numpy() if "score" in table.column_names else None,
+        {name: vectors(name) for name in lists if name != "vector"},
+        (table.schema.metadata or {}).get(DESCRIPTION.encode(), b"").decode(),
+    )
+
+
+def _read_safetensors(file: Path) -> ForeignTable:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="np") as opened:
+        names = set(opened.keys())
+        _require(file, "tensor", {"keys", "values"}, names)
+        return ForeignTable(
+            opened.get_tensor("keys"),
+            opened.get_tensor("values"),
+            opened.get_tensor("scores") if "scores" in names else None,
+            {n.removeprefix("state."): opened.get_tensor(n) for n in sorted(names) if n.startswith("state.")},
+            (opened.metadata() or {}).get(DESCRIPTION, ""),
+        )
+
+
+def _require(file: Path, kind: str, needed: set[str], found: set[str]) -> None:
+    if needed - found:
+        raise CheckpointError(f"{file}: has no {kind} {', '.join(sorted(needed - found))}")
+
+
+def write(file: Path, table: Columns) -> None:
+    """Writes one table; the suffix of the file says as what."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(table.to_arrow(), file)
+        return
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.ascontiguousarray(array) for name, array in table.tensors().items()}
+    save_file(arrays, file, metadata=table.description() or None)
+
+
+def plain_spec(name: str, dim: int, optimizer: Optimizer | None = None) -> TableSpec:
+    """A table of which nothing is known but its rows: float32, scores as customized ones."""
+    table = Table(name, dim=dim, optimizer=optimizer or SGD(), score_strategy="customized", init_capacity=128)
+    try:
+        return TableSpec.of(table)
+    finally:
+        table.close()
+
+
+def inferred_spec(name: str, dim: int, widths: dict[str, int], arguments: dict[str, Any]) -> TableSpec:
+    """A table whose states have these names and widths, with the numbers of its opt_args.json, if it has one.
+
+    Raises ValueError where such a number is none.
+    """
+    candidates: list[Optimizer] = [SGD(), SGD(momentum=0.9), *(kind() for kind in OPTIMIZERS)]
+    for optimizer in candidates if widths else []:
+        spec = plain_spec(name, dim, optimizer)
+        if {n: width for n, _, width in spec.file_states()} == widths:
+            break
+    else:
+        spec = plain_spec(name, dim)
+    numbers = dict(spec.optimizer)
+    if "betas" in numbers and "beta1" in arguments:
+        numbers["betas"] = (arguments["beta1"], arguments.get("beta2"))
+    for known in ("eps", "weight_decay", "initial_accumulator_value"):
+        if known in numbers and known in arguments:
+            numbers[known] = arguments[known]
+    strategy = {"KLru": "timestamp", "KLfu": "lfu"}.get(
+        str(arguments.get("evict_strategy")).rpartition(".")[2]
+    )
+    score = arguments.get("step_score", 0)
+    if strategy is None and score:
+        strategy = "step"
+    spec = replace(
+        spec,
+        optimizer=numbers,
+        learning_rate=arguments.get("lr", spec.learning_rate),
+        optimizer_step=arguments.get("iters", 0),
+        score_strategy=strategy or spec.score_strategy,
+        score=score if strategy == "step" else 0,
+    )
+    return TableSpec.from_dict(spec.to_dict())

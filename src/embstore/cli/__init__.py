@@ -1,0 +1,30 @@
+"""The command `embstore`: looks into dumps and logs, checks them and rewrites them."""
+
+from __future__ import annotations
+
+import sys
+
+# Packages that commands need, and the extra of embstore that installs them.
+EXTRAS = {"typer": "cli", "rich": "cli", "pyarrow": "files", "safetensors": "files", "matplotlib": "plot"}
+WRONG_USE = 2
+
+
+def missing_extra(error: ImportError) -> str | None:
+    """What to install when a package of an extra is missing; None for other packages."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    return f"this needs {package}: pip install 'embstore[{EXTRAS[package]}]'"
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        from embstore.cli.commands import app
+    except ImportError as error:
+        text = missing_extra(error)
+        if text is None:
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        raise SystemExit(WRONG_USE) from None
+    app()

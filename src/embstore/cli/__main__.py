@@ -1,0 +1,5 @@
+"""python -m embstore.cli"""
+
+from embstore.cli import main
+
+main()
