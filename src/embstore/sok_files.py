@@ -40,6 +40,7 @@ from embstore.checkpoint.files import (
     sealed,
     write_durably,
 )
+from embstore.checkpoint.layouts import MOST_FLOATS
 from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import checked, count
@@ -116,6 +117,10 @@ def open_array(path: Path, kind: FileKind, rows: int | None = None) -> RowFile:
             else f"{path}: expected whole keys of {dtype.itemsize} bytes, found {size - HEADER_BYTES} bytes"
         )
     shape = (elements, 1) if rows is None else (rows, elements // max(rows, 1))
+    if shape[1] > MOST_FLOATS:
+        raise CheckpointError(
+            f"{path}: expected at most {MOST_FLOATS} elements for each key, found {shape[1]}"
+        )
     return RowFile(path, dtype, *shape, header_bytes=HEADER_BYTES)
 
 
@@ -125,14 +130,15 @@ class TableReader:
     def __init__(self, directory: Path, prefix: str) -> None:
         self.prefix = prefix
         keys = open_array(directory / f"{prefix}-key", FileKind.KEY)
-        self.keys: Array = keys.read(0, keys.shape[0])[:, 0]
-        if self.keys.dtype.kind not in "iu":
-            raise CheckpointError(f"{keys.path}: expected integers, found {self.keys.dtype}")
-        self._values = open_array(directory / f"{prefix}-weight", FileKind.WEIGHT, len(self.keys))
+        if keys.dtype.kind not in "iu":
+            raise CheckpointError(f"{keys.path}: expected integers, found {keys.dtype}")
+        rows = keys.shape[0]
+        self._values = open_array(directory / f"{prefix}-weight", FileKind.WEIGHT, rows)
         self._states = {
-            path.name.removeprefix(f"{prefix}-"): open_array(path, FileKind.STATE, len(self.keys))
+            path.name.removeprefix(f"{prefix}-"): open_array(path, FileKind.STATE, rows)
             for path in sorted(directory.glob(f"{prefix}-*-*"))
         }
+        self.keys: Array = keys.read(0, rows)[:, 0]
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -183,7 +183,7 @@ def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -
     try:
         replace(table.options.optimizer, lr=rate)  # type: ignore[arg-type]
         replace(table.options, seed=found.get("seed", table.options.seed))
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     found["learning_rate"] = float(rate)  # type: ignore[arg-type]
     return found

@@ -23,6 +23,7 @@ from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import FILE_STATES, ORIGINAL_TYPES, TableSpec
 
 WRITTEN = ("v1a", "v2")
+MOST_FLOATS = 1 << 20  # of a row in one file; more is a damaged file of keys or of values
 ROWWISE_FLOATS = (1, 4, 8)  # that the state of a row-wise optimizer fills where it is behind the vector
 _RANKED = re.compile(r"(?P<stem>.+)_emb_keys\.rank_(?P<rank>\d+)\.world_size_(?P<world>\d+)")
 _ANY_RANKED = re.compile(r"(?P<stem>.+)_emb_(keys|values|scores)\.rank_\d+\.world_size_\d+")
@@ -151,7 +152,10 @@ def _width(path: Path, rows: int) -> int:
     if rows == 0:
         _require(path, 0, 4)
         return 0
-    return _rows(path, 4 * rows, f"{rows} rows of float32, each")
+    width = _rows(path, 4 * rows, f"{rows} rows of float32, each")
+    if width > MOST_FLOATS:
+        raise CheckpointError(f"{path}: expected at most {MOST_FLOATS} floats for each key, found {width}")
+    return width
 
 
 def find(
@@ -331,14 +335,17 @@ def _find_v2(
             layout, newest = "v2-alpha", alpha
         if os.path.lexists(newest) and with_states:
             names = expected.file_states() if expected else _original_states(arguments, dim)
-            state_width = _width(newest, rows)
-            if state_width:
-                states = _slices(newest, state_width, 0, names, expected)
-            else:
-                states = {name: Floats(newest, w, begin, w) for name, begin, w in names}
+            total = sum(width for _, _, width in names)
+            states = _slices(newest, _width(newest, rows) if rows else total, 0, names, expected)
         parts.append(
             Part(rows, keys, Floats(values, dim, 0, dim), _optional(scores, rows), states, rank=rank)
         )
+    lacking = [part for part in parts if not part.states]
+    if with_states and 0 < len(lacking) < world:
+        missing = lacking[0].keys.name.replace(
+            "_emb_keys.", "_emb_opt_values." if layout == "v2" else "_opt_values."
+        )
+        raise CheckpointError(f"{folder / missing}: is missing, other ranks have optimizer states")
     return Found(layout, world, parts, arguments)
 
 

@@ -88,6 +88,9 @@ class Manifest:
 
 
 def _parsed(document: dict[str, Any]) -> Manifest:
+    tables = checked(document, "tables", dict)
+    if not tables:
+        raise ValueError("tables should not be empty")
     names = checked(document, "collections", list)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"collections should be names but are: {names!r}")
@@ -103,9 +106,7 @@ def _parsed(document: dict[str, Any]) -> Manifest:
         world=world,
         optim=checked(document, "optim", bool),
         taken_ns=count(document, "taken_ns"),
-        tables={
-            name: _entry(name, entry, world) for name, entry in checked(document, "tables", dict).items()
-        },
+        tables={name: _entry(name, entry, world) for name, entry in tables.items()},
         increment=_increment(checked(document, "increment", dict)),
     )
 

@@ -37,6 +37,10 @@ def all_keys(stored: DumpTable) -> npt.NDArray[np.int64]:
     return np.concatenate([reader.keys(0, reader.part.rows) for reader in stored.readers])
 
 
+def _shape(table: DumpTable) -> tuple[int, list[str]]:
+    return table.dim, table.state_names
+
+
 class Merged:
     """The rows of a table after its increments: the last word on each key counts."""
 
@@ -47,6 +51,13 @@ class Merged:
         newest = increments[-1] if increments else base
         if newest.spec is None:
             raise CheckpointError(f"{newest.folder}: has no embstore.json, which merging needs")
+        for increment in increments:
+            ours, theirs = (_shape(table) for table in (base, increment))
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{increment.folder}: dim and states of table {base.name!r} are {theirs} but those "
+                    f"of the base are: {ours}"
+                )
         self.spec: TableSpec = newest.spec
         self.world = newest.world
         self.ownership = newest.entry.ownership if newest.entry else Ownership.ROUNDROBIN

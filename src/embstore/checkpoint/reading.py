@@ -49,6 +49,7 @@ class DumpTable(Columns):
         states: bool = True,
     ) -> None:
         self.folder = folder
+        self._with_states = states
         self.collection = collection
         self.manifest = of
         self.entry = entry
@@ -84,6 +85,18 @@ class DumpTable(Columns):
                 f"{self.folder / manifest.NAME}: rows_of_rank of table {self.name!r} expects {entry.rows} "
                 f"rows of {of.world} ranks, found {sum(rows)}"
             )
+
+        self._check_states(entry.spec, of.optim)
+
+    def _check_states(self, spec: TableSpec, optim: bool) -> None:
+        wanted = {name: width for name, _, width in spec.file_states()} if optim else {}
+        for part in self.found.parts if self._with_states else []:
+            found = {name: state.width for name, state in part.states.items()}
+            if found.keys() != wanted.keys() or (part.rows and found != wanted):
+                raise CheckpointError(
+                    f"{self.folder / manifest.NAME}: expected the optimizer states {wanted} of table "
+                    f"{self.name!r}, found {found}"
+                )
 
     @property
     def rows(self) -> int:

@@ -110,12 +110,12 @@ class TableSpec:
         count(values, "bucket_capacity", 1)
         count(values, "score", most=(1 << 64) - 1)
         count(values, "seed", most=(1 << 64) - 1)
-        if any(width < 0 for _, width in states):
-            raise ValueError(f"states should have widths of at least 0 but are: {states}")
         DType[checked(values, "dtype", str).upper()]
         ScoreStrategy[checked(values, "score_strategy", str).upper()]
         spec = TableSpec(**{**known, "states": states})
-        replace(spec.optimizer_object(), lr=values["learning_rate"])  # validates both
+        optimizer = replace(spec.optimizer_object(), lr=values["learning_rate"])  # validates both
+        if states != tuple(optimizer.state_names(spec.dim)):
+            raise ValueError(f"states should be those of {type(optimizer).__name__} but are: {states}")
         return spec
 
     @staticmethod

@@ -64,6 +64,9 @@ def _refusals() -> Iterator[None]:
             raise
         _say(f"error: {text}")
         raise typer.Exit(WRONG_USE) from error
+    except MemoryError as error:
+        _say(f"error: not enough memory: {error}")
+        raise typer.Exit(WRONG_USE) from error
     except (ValueError, OSError) as error:
         _say(f"error: {error}")
         raise typer.Exit(WRONG_USE) from error
