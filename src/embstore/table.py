@@ -442,7 +442,14 @@ class Table:
     def state(self) -> dict[str, Any]:
         """Rows and counters as numpy arrays and integers; `load_state` is the inverse."""
         rows = self.rows()
-        counters = {"optimizer_step": self.optimizer_step, "learning_rate": self._learning_rate}
+        counters: dict[str, Any] = {
+            "optimizer_step": self.optimizer_step,
+            "learning_rate": self._learning_rate,
+            "seed": self.options.seed,
+        }
+        admission = self.admission_counters()
+        if admission is not None:
+            counters["admission_counters"] = admission.view(np.int16)  # older torch has no uint16
         if self.options.score_strategy in (ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED):
             counters["score"] = self.score
         return {
@@ -460,6 +467,7 @@ class Table:
         states = as_floats(state["states"], (keys.n, self.state_width), "states")
         scores = as_scores(np.asarray(state["scores"]).view(np.uint64), keys.n)
         step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
+        seed = replace(self.options, seed=int(state.get("seed", self.options.seed))).seed
         len(self)  # raises when closed
         max_capacity = self.stats().max_capacity
         if self.store is None and keys.n > max_capacity:
@@ -485,12 +493,23 @@ class Table:
             )
         self.optimizer_step = step
         self._learning_rate = rate
+        self.reseed(seed)
+        if "admission_counters" in state:
+            self._restore_admission(np.asarray(state["admission_counters"]).view(np.uint16))
         if state.get("score"):
             self.score = int(state["score"])
         if refused:  # whatever check_mode says: these rows would be lost
             raise RefusedKeysError(
                 f"table {self.name!r} has no room for {refused} of the {keys.n} rows of the state: "
                 f"their buckets are full; a larger max_capacity (now {max_capacity}) helps"
+            )
+
+    def _restore_admission(self, counters: npt.NDArray[np.uint16]) -> None:
+        if not self.restore_admission_counters(counters):
+            warnings.warn(
+                f"admission counters of table {self.name!r} are not loaded: those of the state are for "
+                "another admission_threshold; keys without a row are counted anew",
+                stacklevel=3,
             )
 
     def exchange(self, other: Table) -> None:

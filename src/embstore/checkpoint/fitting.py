@@ -142,13 +142,18 @@ def _require_rows(stored: DumpTable, table: TableSpec, optim: bool) -> None:
 def _scores_fit(stored: DumpTable, table: TableSpec) -> tuple[str, bool]:
     """The strategy of the dump, if it says so, and whether its scores mean something in the table."""
     if stored.spec:
-        theirs, ours = stored.spec.score_strategy, table.score_strategy
-        clocks = theirs in CLOCK_STRATEGIES and ours in CLOCK_STRATEGIES
-    else:
-        theirs = str(stored.found.arguments.get("evict_strategy", ""))
-        ours, clocks = table.original_arguments("")["evict_strategy"], not theirs
-    # Customized scores are any numbers, so those of every strategy keep their order.
-    return theirs, theirs == ours or clocks or table.score_strategy == "customized"
+        theirs = stored.spec.score_strategy
+        return theirs, scores_carry(theirs, table.score_strategy)
+    theirs = str(stored.found.arguments.get("evict_strategy", ""))
+    same = theirs in ("", table.original_arguments("")["evict_strategy"])
+    return theirs, same or table.score_strategy == "customized"
+
+
+def scores_carry(theirs: str, ours: str) -> bool:
+    """Whether scores of one strategy mean something under another: moments of a clock do under the other
+    strategy with a clock, and customized scores are any numbers, so that all keep their order."""
+    clocks = theirs in CLOCK_STRATEGIES and ours in CLOCK_STRATEGIES
+    return theirs == ours or clocks or ours == "customized"
 
 
 def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,14 +25,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
+from embstore.checkpoint.fitting import scores_carry
+from embstore.checkpoint.loading import ORDERED_ROWS, ascending_rows, losses_told
+from embstore.checkpoint.parts import Array
 from embstore.checkpoint.ranks import CheckpointError, ranks_of
 from embstore.checkpoint.spec import TableSpec
-from embstore.options import ScoreStrategy
 from embstore.ownership import Ownership, owner
 from embstore.table import Rows, Table
 
 _PART = re.compile(
-    r"(?P<table>.+)\.rank_(?P<rank>\d+)_of_(?P<world>\d+)\.(?P<field>keys|values|states|scores)"
+    r"(?P<table>.+)\.rank_(?P<rank>\d+)_of_(?P<world>\d+)\.(?P<field>keys|values|states|scores|admission|spec)"
 )
 
 
@@ -67,9 +71,17 @@ class TablesState(Stateful):
             for field in ("keys", "values", "states"):
                 state[f"{part}.{field}"] = torch.from_numpy(getattr(rows, field))
             state[f"{part}.scores"] = torch.from_numpy(rows.scores.view(np.int64))
-            text = json.dumps(TableSpec.of(table).to_dict(), sort_keys=True)
+            admission = table.admission_counters()
+            if admission is not None:
+                state[f"{part}.admission"] = torch.from_numpy(admission.view(np.int16))
+            described = {**TableSpec.of(table).to_dict(), "ownership": self._owners(label).name}
+            text = json.dumps(described, sort_keys=True)
             state[f"{part}.spec"] = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
         return state
+
+    def _owners(self, label: str) -> Ownership:
+        collection, name, _ = self._tables[label]
+        return ownership_of(self._ownership, collection, name)
 
     def _template(self) -> dict[str, Any]:
         metadata = FileSystemReader(self._saved_in).read_metadata()  # type: ignore[arg-type]
@@ -81,43 +93,105 @@ class TablesState(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replaces the rows of the tables with those of the checkpoint that this rank owns."""
-        parts: dict[str, dict[int, dict[str, np.ndarray[Any, Any]]]] = {}
+        """Replaces the rows of the tables with those of the checkpoint that this rank owns.
+
+        Raises CheckpointError, before any table changes, where the checkpoint does not fit. Warns with the
+        number of rows that found no room.
+        """
+        parts: dict[str, dict[tuple[int, int], dict[str, Array]]] = {}
         for key, tensor in state_dict.items():
             match = _PART.fullmatch(key)
             if match:
-                of_rank = parts.setdefault(match["table"], {}).setdefault(int(match["rank"]), {})
-                of_rank[match["field"]] = tensor.numpy()
-        for label, (collection, name, table) in self._tables.items():
-            if label not in parts:
-                raise CheckpointError(f"{self._saved_in}: table {label!r} is missing in the checkpoint")
-            (text,) = {
-                bytes(tensor.numpy())
-                for key, tensor in state_dict.items()
-                if key.startswith(f"{label}.rank_0_of_") and key.endswith(".spec")
-            }
-            self._restore(
-                table, TableSpec.from_dict(json.loads(text)), parts[label].values(), collection, name
-            )
+                rank = int(match["rank"]), int(match["world"])
+                parts.setdefault(match["table"], {}).setdefault(rank, {})[match["field"]] = tensor.numpy()
+        built = [
+            (table, self._build(label, table, parts.get(label, {})))
+            for label, (_, _, table) in self._tables.items()
+        ]
+        for table, twin in built:
+            if table.store is None:
+                table.exchange(twin)
 
-    def _restore(self, table: Table, spec: TableSpec, parts: Any, collection: str, name: str) -> None:
-        now = TableSpec.of(table)
-        for field in ("dim", "dtype", "engine_optimizer", "score_strategy"):
-            if getattr(now, field) != getattr(spec, field):
-                raise CheckpointError(
-                    f"{self._saved_in}: {field} of table {name!r} is {getattr(now, field)!r} "
-                    f"but that of the checkpoint is: {getattr(spec, field)!r}"
-                )
-        table.clear()
-        for part in parts:
-            by = ownership_of(self._ownership, collection, name)
-            mine = owner(part["keys"], self._ranks.world, by) == self._ranks.rank
-            rows = Rows(*(part[field][mine] for field in ("keys", "values", "states", "scores")))
-            if len(rows):
-                scores = rows.scores.view(np.uint64)
-                table.insert_or_assign(rows.keys, rows.values, states=rows.states, scores=scores)
+    def _build(self, label: str, table: Table, parts: dict[tuple[int, int], dict[str, Array]]) -> Table:
+        """A table with the rows of the checkpoint; the table itself where it lives in a store."""
+        spec, saved_by = self._described(label, table, parts)
+        world = len(parts)
+        by = self._owners(label)
+        mine = [self._rows(label, table, parts[rank, world], by) for rank in range(world)]
+        rows = Rows.concatenate(mine)
+        if table.store is None:
+            table = Table(table.options)
+        else:
+            table.clear()
+        strategy = TableSpec.of(table).score_strategy
+        keep_scores = scores_carry(spec.score_strategy, strategy)
+        if not keep_scores:
+            warnings.warn(
+                f"scores of table {label!r} start fresh: those of the checkpoint follow the strategy "
+                f"{spec.score_strategy!r}, those of the table {strategy!r}",
+                stacklevel=4,
+            )
+            fresh = 1 if strategy == "lfu" else max(table.score, 1)
+            rows = replace(rows, scores=np.full(len(rows), fresh, np.uint64))
+        # Keys of one call do not make way for each other, so none may fill a bucket.
+        crowded = len(rows) > table.stats().max_capacity // 2
+        at_once = table.options.bucket_capacity if crowded else ORDERED_ROWS
+        with losses_told(table, self._saved_in) as count:
+            for block in ascending_rows(rows, at_once):
+                table.insert_or_assign(block.keys, block.values, states=block.states, scores=block.scores)
+                count(len(block))
         table.optimizer_step, table.learning_rate = spec.optimizer_step, spec.learning_rate
         table.reseed(spec.seed)
-        strategy = table.options.score_strategy
-        if spec.score and strategy in (ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED):
+        if spec.score and strategy == spec.score_strategy and strategy in ("step", "customized"):
             table.score = spec.score
+        self._restore_admission(label, table, parts, saved_by == by.name and world == self._ranks.world)
+        return table
+
+    def _described(
+        self, label: str, table: Table, parts: dict[tuple[int, int], dict[str, Array]]
+    ) -> tuple[TableSpec, str]:
+        """What the checkpoint says about a table. Raises CheckpointError where it does not fit."""
+        if not parts:
+            raise CheckpointError(f"{self._saved_in}: table {label!r} is missing in the checkpoint")
+        world = len(parts)
+        if sorted(parts) != [(rank, world) for rank in range(world)] or "spec" not in parts[0, world]:
+            raise CheckpointError(f"{self._saved_in}: rows of some ranks of table {label!r} are missing")
+        try:
+            document = json.loads(bytes(parts[0, world]["spec"]))
+            spec = TableSpec.from_dict(document)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self._saved_in}: table {label!r} is not described: {error}") from error
+        now = TableSpec.of(table)
+        for field in ("dim", "engine_optimizer"):
+            if getattr(now, field) != getattr(spec, field):
+                raise CheckpointError(
+                    f"{self._saved_in}: {field} of table {label!r} is {getattr(now, field)!r} "
+                    f"but that of the checkpoint is: {getattr(spec, field)!r}"
+                )
+        return spec, str(document.get("ownership", ""))
+
+    def _rows(self, label: str, table: Table, part: dict[str, Array], by: Ownership) -> Rows:
+        shapes = {"keys": (), "values": (table.dim,), "states": (table.state_width,), "scores": ()}
+        for field, shape in shapes.items():
+            if field not in part or part[field].shape != (len(part["keys"]), *shape):
+                raise CheckpointError(f"{self._saved_in}: {field} of table {label!r} do not fit its keys")
+        mine = owner(part["keys"], self._ranks.world, by) == self._ranks.rank
+        return Rows(
+            part["keys"][mine],
+            part["values"][mine],
+            part["states"][mine],
+            np.maximum(part["scores"][mine].view(np.uint64), np.uint64(1)),
+        )
+
+    def _restore_admission(
+        self, label: str, table: Table, parts: dict[tuple[int, int], dict[str, Array]], alike: bool
+    ) -> None:
+        counters = parts[self._ranks.rank if alike else 0, len(parts)].get("admission")
+        if not table.options.admission_threshold or counters is None:
+            return
+        if not alike or not table.restore_admission_counters(counters.view(np.uint16)):
+            warnings.warn(
+                f"admission counters of table {label!r} are not loaded: those of the checkpoint are for "
+                "another world size, ownership or admission_threshold; keys without a row are counted anew",
+                stacklevel=5,
+            )
