@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoint.tables import make, require_same, train
+from checkpoint.test_dump_and_load import write_original
 from typer.testing import CliRunner
 
 import embstore
@@ -135,3 +138,194 @@ def test_stats_draws_a_picture(tmp_path: Path, dumped: tuple[Path, embstore.Tabl
     (row,) = answer("stats", path, "--plot", tmp_path / "s.png")
     assert row["rows"] == len(table) and row["not_finite"] == 0
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- logs
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> tuple[Path, embstore.Table]:
+    """A log in which a key is gone, one has changed and one is new since its base."""
+    table = make()
+    train(table, 2)
+    log = embstore.IncrementLog.create(tmp_path / "log", {"model": {"user": table}})
+    table.erase([7])
+    table.insert_or_assign([-1, 4242], np.full((2, 5), 9.0))
+    log.append({"model": {"user": table}})
+    table.find_or_insert([5])
+    log.append({"model": {"user": table}})
+    return tmp_path / "log", table
+
+
+def test_a_log_is_read_with_its_increments(tmp_path: Path, logged: tuple[Path, embstore.Table]) -> None:
+    path, table = logged
+    embstore.dump(tmp_path / "d", {"model": {"user": table}}, optim=True)
+    run("get", path, 7, code=1)
+    (row,) = json.loads(run("get", "--json", path, "--", -1))
+    assert row["vector"] == [9.0] * 5 and row["score"] == table.read([-1]).scores[0]
+    (described,) = answer("inspect", path)
+    assert (described["rows"], described["layout"], described["states"]) == (len(table), "log", "m, v")
+    (same,) = answer("diff", path, tmp_path / "d")
+    assert not any(same[name] for name in ("only_first", "only_second", "vectors", "scores"))
+    assert answer("top", path, "-n", 3) == answer("top", tmp_path / "d", "-n", 3)
+    np.testing.assert_allclose(answer("stats", path)[0]["mean"], answer("stats", tmp_path / "d")[0]["mean"])
+    assert answer("verify", path)["bytes"] > answer("verify", tmp_path / "d")["bytes"]
+
+
+@pytest.mark.parametrize("to", ["v1a", "v2", "parquet", "safetensors", "sok", "one_embedding"])
+def test_a_log_is_converted_with_its_increments(
+    tmp_path: Path, logged: tuple[Path, embstore.Table], to: str
+) -> None:
+    path, table = logged
+    run("convert", path, tmp_path / "out", "--to", to)
+    options = ("--dim", 5, "--optimizer", "Adam") if to == "one_embedding" else ()
+    back = tmp_path / "out"
+    if to not in ("v1a", "v2"):
+        back = tmp_path / "back"
+        run("convert", tmp_path / "out", back, "--to", "v2", *options)
+    stored = embstore.open_dump(back).tables[0]
+    rows = table.rows()
+    order = np.argsort(stored.keys)
+    np.testing.assert_array_equal(stored.keys[order], rows.keys)
+    np.testing.assert_array_equal(stored.values[order], rows.values)
+    np.testing.assert_array_equal(np.hstack([stored.state("m"), stored.state("v")])[order], rows.states)
+
+
+def test_a_log_is_resharded_with_its_increments(tmp_path: Path, logged: tuple[Path, embstore.Table]) -> None:
+    path, table = logged
+    run("reshard", path, tmp_path / "r", "--world", 3)
+    require_same(table, loaded(tmp_path / "r"))
+
+
+def test_merge_takes_a_log_alone(tmp_path: Path, dumped: tuple[Path, embstore.Table]) -> None:
+    assert "should be the folder of an increment log" in run("merge", dumped[0], tmp_path / "m", code=2)
+
+
+# ---- what is kept by conversions
+
+
+@pytest.mark.parametrize("strategy", ["timestamp", "step", "lfu"])
+@pytest.mark.parametrize("kind", ["safetensors", "parquet"])
+def test_states_strategy_and_counters_survive_other_formats(tmp_path: Path, kind: str, strategy: str) -> None:
+    table = make(score_strategy=strategy)
+    train(table, 3)
+    embstore.dump(tmp_path / "d", {"model": {"user": table}}, optim=True)
+    run("convert", tmp_path / "d", tmp_path / "other", "--to", kind)
+    run("convert", tmp_path / "other", tmp_path / "back", "--to", "v2")
+    back = make(score_strategy=strategy, seed=99)
+    embstore.load(tmp_path / "back", {"model": {"user": back}}, optim=True)
+    require_same(table, back)
+    assert (back.optimizer_step, back.options.seed) == (3, 3)
+
+
+OPTIMIZERS = [embstore.Adam(), embstore.Adagrad(), embstore.RowwiseAdagrad(), embstore.SGD(momentum=0.9)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.engine_name)
+@pytest.mark.parametrize("kind", ["safetensors", "parquet"])
+def test_the_names_of_states_tell_the_optimizer_of_files_without_a_description(
+    tmp_path: Path, kind: str, optimizer: embstore.Optimizer
+) -> None:
+    table = make(optimizer=optimizer, score_strategy="customized")
+    train(table, 3)
+    embstore.dump(tmp_path / "d", {"model": {"user": table}}, optim=True)
+    run("convert", tmp_path / "d", tmp_path / "other", "--to", kind)
+    (file,) = (tmp_path / "other" / "model").iterdir()
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).replace_schema_metadata(None), file)
+    else:
+        from safetensors.numpy import load_file, save_file
+
+        save_file(load_file(file), file)
+    run("convert", tmp_path / "other", tmp_path / "back", "--to", "v1a")
+    back = make(optimizer=optimizer, score_strategy="customized")
+    embstore.load(tmp_path / "back", {"model": {"user": back}}, optim=True)
+    require_same(table, back)
+
+
+@pytest.mark.parametrize("layout", ["v1a", "v1b", "v2-alpha", "v2"])
+def test_dumps_of_the_original_keep_their_states(tmp_path: Path, layout: str) -> None:
+    table = make()
+    train(table, 3)
+    write_original(tmp_path / "d" / "model", layout, table, now=0)
+    run("convert", tmp_path / "d", tmp_path / "ours", "--to", "v1a")
+    # Only the newest layout says how scores are given.
+    back = make(score_strategy="step" if layout == "v2" else "customized")
+    embstore.load(tmp_path / "ours", {"model": {"user": back}}, optim=True)
+    require_same(table, back)
+    assert (back.optimizer_step, back.learning_rate) == (9, 0.25)
+
+
+# ---- wrong use
+
+
+def test_diff_takes_a_table_by_its_whole_name(tmp_path: Path) -> None:
+    tables = {name: make(name) for name in ("user", "use", "r")}
+    for name, table in tables.items():
+        table.insert_or_assign([1], np.full((1, 5), len(name)))
+    embstore.dump(tmp_path / "a", {"model": tables})
+    tables["use"].insert_or_assign([2], np.ones((1, 5)))
+    embstore.dump(tmp_path / "b", {"model": tables})
+    assert [row["table"] for row in answer("diff", tmp_path / "a", tmp_path / "b", "--table", "user")] == [
+        "model/user"
+    ]
+    (row,) = answer("diff", tmp_path / "a", tmp_path / "b", "--table", "model/use", code=1)
+    assert row["only_second"] == 1
+    run("diff", tmp_path / "a", tmp_path / "b", "--table", "us", code=2)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("get", 2**63), "key should be an integer between -9223372036854775808 and 9223372036854775807"),
+        (("get", "--", -(2**63) - 1), "but is: -9223372036854775809"),
+        (("top", "-n", -3), "-n should be an integer between 1 and 9223372036854775807 but is: -3"),
+        (("top", "-n", 0), "but is: 0"),
+        (("reshard", "out", "--world", 0), "--world should be an integer between 1 and 65536 but is: 0"),
+        (("diff", ".", "--tolerance", -1), "--tolerance should be at least 0 but is: -1"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(
+    dumped: tuple[Path, embstore.Table], arguments: tuple[Any, ...], said: str
+) -> None:
+    command, *rest = arguments
+    output = run(command, dumped[0], *rest, code=2)
+    assert said in output and len(output.splitlines()) == 1
+
+
+def test_the_extremes_of_int64_are_keys(dumped: tuple[Path, embstore.Table]) -> None:
+    run("get", dumped[0], "--", 2**63 - 1, -(2**63))
+
+
+@pytest.mark.parametrize(
+    "package, command",
+    [
+        ("typer", ("inspect", "d")),
+        ("rich", ("inspect", "d")),
+        ("pyarrow", ("convert", "d", "out", "--to", "parquet")),
+        ("safetensors", ("convert", "d", "out", "--to", "safetensors")),
+        ("matplotlib", ("stats", "d", "--plot", "x.png")),
+    ],
+)
+def test_a_missing_extra_is_one_line_that_names_it(
+    tmp_path: Path, dumped: tuple[Path, embstore.Table], package: str, command: tuple[str, ...]
+) -> None:
+    script = f"import sys; sys.modules[{package!r}] = None; from embstore.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    extra = {"typer": "cli", "rich": "cli", "matplotlib": "plot"}.get(package, "files")
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"error: this needs {package}: pip install 'embstore[{extra}]'"
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_a_dump_is_wrong_use_and_not_damage(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for command in (("inspect",), ("verify",), ("top",), ("stats",)):
+        said = run(*command, tmp_path / "folder", code=2)
+        assert "error:" in said and "is not a dump" in said
+    run("convert", tmp_path / "folder", tmp_path / "out", "--to", "v1a", code=2)
+    run("convert", tmp_path / "nowhere", tmp_path / "out", "--to", "v1a", code=2)

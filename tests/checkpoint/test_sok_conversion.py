@@ -48,3 +48,20 @@ def test_rows_and_states_survive_the_way_to_sok_and_back(
     np.testing.assert_array_equal(twin.rows().keys, rows.keys)
     np.testing.assert_array_equal(twin.rows().values, rows.values)
     np.testing.assert_array_equal(twin.rows().states, rows.states)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("lost", ["item_0-key", "item_0-weight"])
+def test_a_table_whose_file_is_lost_is_not_left_out(tmp_path: Path, lost: str, manifest: bool) -> None:
+    tables = {name: embstore.Table(name, dim=5) for name in ("user", "item")}
+    for table in tables.values():
+        table.find_or_insert([1, 2, 3])
+    embstore.dump(tmp_path / "dump", {"model": tables})
+    convert(tmp_path / "dump", tmp_path / "sok", "--to", "sok")
+    (tmp_path / "sok" / lost).unlink()
+    if not manifest:
+        (tmp_path / "sok" / "manifest.json").unlink()
+    arguments = ["convert", str(tmp_path / "sok"), str(tmp_path / "back"), "--to", "v1a"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 3 and f"{lost}: is missing" in done.output
+    assert not (tmp_path / "back").exists()

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as Grid
 
+from embstore.arrays import as_integer
 from embstore.checkpoint import converting
 from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.merging import rewrite
@@ -187,15 +188,14 @@ def verify(path: DumpPath, as_json: Json = False) -> None:
 @app.command()
 def get(
     path: DumpPath,
-    keys: Annotated[
-        list[int],
-        typer.Argument(min=-(2**63), max=2**63 - 1, help="keys; put -- before negative ones"),
-    ],
+    keys: Annotated[list[int], typer.Argument(help="keys; put -- before negative ones")],
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
     """Vectors and scores of keys. Exit code 1 when one is missing everywhere."""
     with _refusals():
+        for key in keys:
+            as_integer(key, -(2**63), 2**63 - 1, "key")
         rows, found = [], set()
         for stored in _selected(open_any(path).tables, table):
             for key, at in zip(keys, stored.locate(keys).tolist()):
@@ -224,7 +224,7 @@ def get(
 def top(
     path: DumpPath,
     by: Annotated[str, typer.Option(help="score or norm")] = "score",
-    n: Annotated[int, typer.Option("-n", min=1, help="how many of each table")] = 10,
+    n: Annotated[int, typer.Option("-n", help="how many of each table")] = 10,
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
@@ -232,6 +232,7 @@ def top(
     with _refusals():
         if by not in ("score", "norm"):
             raise ValueError(f"--by should be score or norm but is: {by!r}")
+        as_integer(n, 1, 2**63 - 1, "-n")
         rows: list[dict[str, Any]] = []
         for stored in _selected(open_any(path).tables, table):
             norms = np.sqrt(np.einsum("ij,ij->i", stored.values, stored.values, dtype=np.float64))
@@ -252,12 +253,14 @@ def top(
 def diff(
     first: DumpPath,
     second: DumpPath,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="ignore differences up to this value")] = 0.0,
+    tolerance: Annotated[float, typer.Option(help="ignore differences up to this value")] = 0.0,
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
     """Keys that only one dump has, and rows that differ. Exit code 1 when there are any."""
     with _refusals():
+        if not tolerance >= 0:
+            raise ValueError(f"--tolerance should be at least 0 but is: {tolerance}")
         a, b = open_any(first).tables, open_any(second).tables
         _selected([*a, *b], table)  # in one of them at least
         names = {(t.collection, t.name): t for t in a if _matches(t, table)}
@@ -315,10 +318,11 @@ def merge(
 def reshard(
     path: DumpPath,
     target: Annotated[Path, typer.Argument(help="the dump to write; not there yet")],
-    world: Annotated[int, typer.Option(min=1, max=65536, help="for how many ranks")],
+    world: Annotated[int, typer.Option(help="for how many ranks")],
 ) -> None:
     """The same rows, ordered (v1a) or in files (v2) for another number of ranks."""
     with _refusals():
+        as_integer(world, 1, 65536, "--world")
         stored = open_any(path)
         stored.verify()
         base, *increments = stored.entries
