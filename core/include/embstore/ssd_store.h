@@ -13,7 +13,7 @@
 //
 // Only snapshots survive the process: a directory that is opened is empty until LoadSnapshot. A
 // snapshot is a list of row numbers; the segments it names are neither reused nor emptied while it
-// exists.
+// exists, or while some process reads it.
 //
 // Every row has a CRC-32 that is checked whenever it is read.
 #pragma once
@@ -34,7 +34,12 @@ struct SsdStoreOptions {
   int64_t physical_block_bytes = 4096;  // or 512
   int64_t capacity_rows = 0;            // 0: no bound
   bool direct = true;                   // past the page cache, where the filesystem can
-  bool create = true;  // false: only read a store that is there; several may do that
+  // false: only read snapshots of a store that is there. Any number of processes may do that, also
+  // beside the one that writes.
+  bool create = true;
+  // Not empty: Flush publishes the rows as the snapshot of this name, for whoever opens the
+  // directory next. Empty: Flush only writes them, so that an error shows.
+  std::string flush_snapshot = {};
 };
 
 struct SsdStoreStats {
@@ -57,7 +62,8 @@ class SsdStore : public Store {
   virtual SsdStoreStats stats() const = 0;
   virtual std::vector<std::string> Snapshots() const = 0;
   virtual void DeleteSnapshot(const std::string& name) = 0;
-  // Writes everything, gives the directory free; every later call throws InvalidState.
+  // Waits for calls that read, then releases the directory lock. Rows that no snapshot names are
+  // gone; every later call throws InvalidState.
   virtual void Close() = 0;
 
  protected:
