@@ -1,21 +1,21 @@
 // SsdStore: rows of one size in files, an index of their places in memory.
 //
-// The directory (OneEmbedding's persistent table; docs/stores.md has the format in full):
-//   LOCK  KEY_SIZE  VALUE_SIZE  PHYSICAL_BLOCK_SIZE  NUM_LOGICAL_BLOCKS_PER_CHUNK
+// The directory (OneEmbedding's persistent table; docs/formats.md has the format in full):
+//   FORMAT  LOCK  KEY_SIZE  VALUE_SIZE  PHYSICAL_BLOCK_SIZE  NUM_LOGICAL_BLOCKS_PER_CHUNK
 //   values/value-<chunk>   keys/key-<chunk>   meta/meta-<chunk>   snapshots/<name>/{LIST,
 //   index-<n>}
 //
 // Rows are appended to the open segment (about 1 MiB of blocks) and never change in place; the
 // index moves on and the old place becomes garbage. Full segments are written by a thread of their
 // own and can be read from memory until they are on disk. A segment without live rows is used
-// again; when more than half of all places are garbage, the emptiest segments are emptied into the
-// open one.
+// again; when more than half of all places are garbage, Put empties the emptiest segments into the
+// open one, a few for each that it fills.
 //
 // Only snapshots survive the process: a directory that is opened is empty until LoadSnapshot. A
 // snapshot is a list of row numbers; the segments it names are neither reused nor emptied while it
 // exists, or while some process reads it.
 //
-// Every row has a CRC-32 that is checked whenever it is read.
+// Every row and score has a CRC-32 that is checked whenever it is read.
 #pragma once
 
 #include <cstdint>
