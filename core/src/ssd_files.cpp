@@ -362,7 +362,7 @@ void SsdFiles::Sync() {
       }
     }
   }
-  for (const char* folder : {"/values", "/keys", "/meta"}) SyncDirectory(path_ + folder);
+  for (const char* folder : {"", "/values", "/keys", "/meta"}) SyncDirectory(path_ + folder);
 }
 
 }  // namespace embstore

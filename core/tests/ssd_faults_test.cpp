@@ -250,6 +250,19 @@ TEST(A snapshot that fails leaves the old one and no draft and can be repeated) 
   }
 }
 
+TEST(A snapshot is published only in a directory that is durable itself) {
+  const TemporaryDirectory directory;
+  const auto store = SsdStore::Open(Options(directory, 97));
+  Oracle oracle;
+  PutAll(*store, Range(0, 7), 1, oracle);
+  Fail({"fsync", directory.path + "$", EIO});
+  CHECK_THROWS(std::system_error, "fsync of " + directory.path, store->Snapshot("s"));
+  CHECK(AllHappened());
+  CHECK(store->Snapshots().empty());
+  store->Snapshot("s");
+  CheckSnapshot(directory, 97, "s", oracle);
+}
+
 TEST(An error after a snapshot was published says so and a retry works) {
   const TemporaryDirectory directory;
   Oracle oracle;

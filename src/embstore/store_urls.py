@@ -129,3 +129,9 @@ class _SavedSsdStore(SsdStore):
             self.flush()
             for name in older:
                 self.delete_snapshot(name)
+
+    def close(self) -> None:
+        super().close()
+        with _opened_lock:
+            for opened in [key for key, store in _opened.items() if store is self]:
+                del _opened[opened]

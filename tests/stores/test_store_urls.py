@@ -77,6 +77,15 @@ def test_a_new_process_opens_what_the_table_above_flushed(tmp_path, upper):
         assert done.returncode == 0, done.stderr
 
 
+def test_a_url_whose_store_was_closed_opens_again(tmp_path):
+    url = f"ssd://{tmp_path}"
+    with open_store(url, table="t", tensor_bytes=[12]) as store:
+        store.put(KEYS, ROWS, ONES)
+        store.flush()
+    again = open_store(url, table="t", tensor_bytes=[12])
+    np.testing.assert_array_equal(again.get(KEYS)[0], ROWS)
+
+
 def test_what_an_older_version_flushed_is_opened_and_other_snapshots_stay(tmp_path):
     keys, rows = np.arange(3), np.arange(12, dtype=np.uint8).reshape(3, 4)
     with SsdStore(tmp_path / "t-0", 4) as store:
