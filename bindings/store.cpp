@@ -285,12 +285,13 @@ void BindStore(nb::module_& m) {
   m.def(
       "ssd_store",
       [](const std::string& path, int64_t row_bytes, int64_t key_bytes,
-         int64_t physical_block_bytes, int64_t capacity_rows, bool direct, bool create) {
-        return SsdStore::Open(
-            {path, row_bytes, key_bytes, physical_block_bytes, capacity_rows, direct, create});
+         int64_t physical_block_bytes, int64_t capacity_rows, bool direct, bool create,
+         const std::string& flush_snapshot) {
+        return SsdStore::Open({path, row_bytes, key_bytes, physical_block_bytes, capacity_rows,
+                               direct, create, flush_snapshot});
       },
       Unlocked(), "path"_a, "row_bytes"_a, "key_bytes"_a, "physical_block_bytes"_a,
-      "capacity_rows"_a, "direct"_a, "create"_a);
+      "capacity_rows"_a, "direct"_a, "create"_a, "flush_snapshot"_a);
   m.def("memory_store", &MakeMemoryStore, "row_bytes"_a, "capacity_rows"_a);
   m.def("tiered_store", &MakeTieredStore, "upper"_a, "lower"_a, "upper_rows"_a);
   m.def("null_store", &MakeNullStore, "row_bytes"_a);

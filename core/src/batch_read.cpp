@@ -183,21 +183,23 @@ class Ring {
   io_uring_cqe* completions_ = nullptr;
 };
 
-// Rings that are not in use. A ring belongs to the process that made it: a child starts anew.
+// Rings that are not in use. They belong to the process that made them: a child of fork starts
+// anew, with a lock that no thread of its parent holds.
 class Rings {
  public:
-  static Rings& Global() {
-    static Rings* rings = new Rings;  // never destroyed: threads may read until the process ends
-    return *rings;
+  static Rings& OfProcess() {
+    static std::atomic<Rings*> rings{nullptr};  // never destroyed: threads may read until the end
+    Rings* current = rings.load();
+    while (!current || current->process_ != getpid()) {
+      auto* fresh = new Rings;
+      if (rings.compare_exchange_strong(current, fresh)) return *fresh;
+      delete fresh;
+    }
+    return *current;
   }
 
   std::unique_ptr<Ring> Take() {
     std::lock_guard guard(mutex_);
-    if (process_ != getpid()) {
-      for (auto& ring : idle_) (void)ring.release();
-      idle_.clear();
-      process_ = getpid();
-    }
     if (idle_.empty()) return Ring::Open();
     auto ring = std::move(idle_.back());
     idle_.pop_back();
@@ -211,7 +213,7 @@ class Rings {
 
  private:
   std::mutex mutex_;
-  pid_t process_ = getpid();
+  const pid_t process_ = getpid();
   std::vector<std::unique_ptr<Ring>> idle_;
 };
 
@@ -268,9 +270,9 @@ bool WantsThreads() {
 void ReadBatch(std::span<const ReadRequest> requests, int depth, const Done& done) {
   if (requests.empty()) return;
   if (!WantsThreads()) {
-    if (auto ring = Rings::Global().Take()) {
+    if (auto ring = Rings::OfProcess().Take()) {
       ring->Run(requests, depth, done);  // a ring that failed may have reads on their way: dropped
-      Rings::Global().Give(std::move(ring));
+      Rings::OfProcess().Give(std::move(ring));
       return;
     }
   }
@@ -279,9 +281,9 @@ void ReadBatch(std::span<const ReadRequest> requests, int depth, const Done& don
 
 const char* ReadBatchMethod() {
   if (WantsThreads()) return "threads";
-  auto ring = Rings::Global().Take();
+  auto ring = Rings::OfProcess().Take();
   if (!ring) return "threads";
-  Rings::Global().Give(std::move(ring));
+  Rings::OfProcess().Give(std::move(ring));
   return "io_uring";
 }
 

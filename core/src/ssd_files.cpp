@@ -7,12 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <set>
-#include <sstream>
+#include <string_view>
 #include <system_error>
 
 namespace embstore {
@@ -21,34 +21,54 @@ namespace {
 constexpr int64_t kChunkBytes = int64_t{4} << 30;
 constexpr int64_t kSegmentBytes = int64_t{1} << 20;
 
-// A flock belongs to the open file, which a forked child shares: without this the directory would
-// stay locked for as long as, say, a worker of a data loader lives.
-class ForkedLocks {
- public:
-  static void Add(int fd) {
-    std::lock_guard guard(Mutex());
-    static const int registered = pthread_atfork(nullptr, nullptr, CloseInChild);
-    (void)registered;
-    Open().insert(fd);
-  }
-  static void Remove(int fd) {
-    std::lock_guard guard(Mutex());
-    Open().erase(fd);
-  }
+constexpr int64_t kMaxSizeFileBytes = 64;
 
- private:
-  static std::mutex& Mutex() {
-    static auto* mutex = new std::mutex;
-    return *mutex;
-  }
-  static std::set<int>& Open() {
-    static auto* open = new std::set<int>;
-    return *open;
-  }
-  static void CloseInChild() {
-    for (int fd : Open()) close(fd);
-  }
+struct Closer {
+  int fd;
+  ~Closer() { close(fd); }
 };
+
+// Never leaves half a file under its name.
+void WriteWholeFile(const std::string& path, const std::string& text) {
+  const std::string draft = path + ".unfinished";
+  WriteFile(draft, text.data(), text.size());
+  std::filesystem::rename(draft, path);
+}
+
+}  // namespace
+
+// Descriptors of locks, in a list that only grows, so that the child of a fork can walk it whatever
+// another thread of the parent was about to do.
+struct FileLock::Held {
+  std::atomic<int> fd{-1};  // -1: free
+  Held* next = nullptr;
+};
+
+namespace {
+
+std::atomic<FileLock::Held*> held_locks{nullptr};
+
+void CloseLocksInChild() {
+  for (auto* held = held_locks.load(); held; held = held->next) {
+    const int fd = held->fd.exchange(-1);
+    if (fd >= 0) close(fd);
+  }
+}
+
+FileLock::Held* Keep(int fd) {
+  static const int registered = pthread_atfork(nullptr, nullptr, CloseLocksInChild);
+  (void)registered;
+  for (auto* held = held_locks.load(); held; held = held->next) {
+    int free = -1;
+    if (held->fd.compare_exchange_strong(free, fd)) return held;
+  }
+  auto* held = new FileLock::Held;
+  held->fd = fd;
+  held->next = held_locks.load();
+  while (!held_locks.compare_exchange_weak(held->next, held)) {
+  }
+  return held;
+}
 
 }  // namespace
 
@@ -74,7 +94,10 @@ void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::st
     const ssize_t got = pread(fd, to + at, bytes - at, offset + static_cast<int64_t>(at));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) ThrowIo("reading " + path);
-    if (got == 0) ThrowIo(EIO, path + " ends early, reading");
+    if (got == 0) {
+      ThrowIo(EIO, "reading " + path + ": expected " + std::to_string(bytes) + " bytes at offset " +
+                       std::to_string(offset) + ", found " + std::to_string(at));
+    }
     at += static_cast<size_t>(got);
   }
 }
@@ -88,21 +111,40 @@ int64_t FileBytes(int fd) {
 void WriteFile(const std::string& path, const void* data, size_t bytes) {
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (fd < 0) ThrowIo("creating " + path);
-  struct Closer {
-    int fd;
-    ~Closer() { close(fd); }
-  } closer{fd};
+  const Closer closer{fd};
   WriteWhole(fd, data, bytes, 0, path);
   if (fsync(fd) != 0) ThrowIo("fsync of " + path);
 }
 
-std::string ReadFile(const std::string& path) {
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  if (!file) ThrowIo(errno ? errno : ENOENT, "opening " + path);
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
+int OpenRegular(const std::string& path, int flags) {
+  // O_NONBLOCK: opening a FIFO would wait for its other end.
+  const int fd = open(path.c_str(), flags | O_NONBLOCK | O_CLOEXEC, 0644);
+  if (fd < 0 && errno != EISDIR && errno != ENXIO) return -1;
+  struct stat status;
+  if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+    if (fd >= 0) close(fd);
+    throw InvalidState(path + " should be a regular file but is not");
+  }
+  if (fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK) != 0) {
+    const int error = errno;
+    close(fd);
+    ThrowIo(error, "opening " + path);
+  }
+  return fd;
+}
+
+std::string ReadFile(const std::string& path, int64_t max_bytes) {
+  const int fd = OpenRegular(path, O_RDONLY);
+  if (fd < 0) ThrowIo("opening " + path);
+  const Closer closer{fd};
+  const int64_t bytes = FileBytes(fd);
+  if (bytes > max_bytes) {
+    throw InvalidState(path + ": expected at most " + std::to_string(max_bytes) + " bytes, found " +
+                       std::to_string(bytes));
+  }
+  std::string text(static_cast<size_t>(bytes), '\0');
+  ReadWholeAt(fd, text.data(), text.size(), 0, path);
+  return text;
 }
 
 void SyncDirectory(const std::string& path) {
@@ -145,8 +187,32 @@ SsdLayout::SsdLayout(const SsdStoreOptions& options)
   segments_per_chunk = blocks_per_chunk / blocks_per_segment;
 }
 
+FileLock::FileLock(int fd, int operation, const std::string& path) {
+  int failed;
+  while ((failed = flock(fd, operation)) != 0 && errno == EINTR) {
+  }
+  if (failed) {
+    const int error = errno;
+    close(fd);
+    ThrowIo(error, "locking " + path);
+  }
+  held_ = Keep(fd);
+  process_ = getpid();
+}
+
+void FileLock::Release() noexcept {
+  Held* held = std::exchange(held_, nullptr);
+  if (!held || process_ != getpid()) return;  // a forked child has closed it already
+  const int fd = held->fd.exchange(-1);
+  flock(fd, LOCK_UN);  // for a child, too, that was forked before the lock was listed
+  close(fd);
+}
+
 SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
-    : path_(options.path), direct_(options.direct && options.create), writable_(options.create) {
+    : path_(options.path),
+      direct_(options.direct && options.create),
+      writable_(options.create),
+      process_(getpid()) {
   namespace fs = std::filesystem;
   std::error_code error;
   if (path_.empty()) throw InvalidArgument("path should be a directory but is empty");
@@ -158,37 +224,52 @@ SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
     fs::create_directories(path_ + folder, error);
     if (error) ThrowIo(error.value(), "creating " + path_ + folder);
   }
-  const std::string lock = path_ + "/LOCK";
-  lock_fd_ = open(lock.c_str(), (options.create ? O_RDWR | O_CREAT : O_RDONLY) | O_CLOEXEC, 0644);
-  if (lock_fd_ < 0) ThrowIo("opening " + lock);
-  try {
-    if (flock(lock_fd_, (options.create ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
-      if (errno == EWOULDBLOCK) {
-        ThrowIo(EWOULDBLOCK, "the store " + path_ + " is locked: some process has it open");
-      }
-      ThrowIo("locking " + lock);
+  if (options.create) {
+    const std::string lock = path_ + "/LOCK";
+    const int fd = OpenRegular(lock, O_RDWR | O_CREAT);
+    if (fd < 0) ThrowIo("opening " + lock);
+    try {
+      lock_ = FileLock(fd, LOCK_EX | LOCK_NB, lock);
+    } catch (const std::system_error& failed) {
+      if (failed.code().value() != EWOULDBLOCK) throw;
+      ThrowIo(EWOULDBLOCK,
+              "the store " + path_ + " is locked: some process has it open for writing");
     }
-    CheckSizes(options, layout);
-    LearnAlignment();
-    if (layout.block_bytes % alignment_ != 0) {
-      direct_ = false;
-      alignment_ = 1;
-    }
-  } catch (...) {
-    close(lock_fd_);
-    throw;
   }
-  ForkedLocks::Add(lock_fd_);
+  CheckFormat();
+  CheckSizes(options, layout);
+  LearnAlignment();
+  if (layout.block_bytes % alignment_ != 0) {
+    direct_ = false;
+    alignment_ = 1;
+  }
 }
 
 SsdFiles::~SsdFiles() {
+  if (getpid() != process_) return;
   for (const Chunk& chunk : chunks_) {
     for (int fd : chunk.fds) {
       if (fd >= 0) close(fd);
     }
   }
-  ForkedLocks::Remove(lock_fd_);
-  close(lock_fd_);
+}
+
+// A new directory is marked before anything else is in it: rows can lose their checksums only
+// together with the mark, and are then refused as damaged.
+void SsdFiles::CheckFormat() {
+  const std::string file = path_ + "/FORMAT";
+  if (writable_ && !std::filesystem::exists(path_ + "/KEY_SIZE")) {
+    WriteWholeFile(file, "2\n");
+  } else if (!std::filesystem::exists(file)) {
+    return;
+  }
+  const std::string text = ReadFile(file, kMaxSizeFileBytes);
+  if (text != "2\n") {
+    throw InvalidArgument("the store " + path_ + " has the format " +
+                          text.substr(0, text.find('\n')) +
+                          " but this version of embstore reads only: 2");
+  }
+  format_ = 2;
 }
 
 void SsdFiles::CheckSizes(const SsdStoreOptions& options, const SsdLayout& layout) {
@@ -203,8 +284,9 @@ void SsdFiles::CheckSizes(const SsdStoreOptions& options, const SsdLayout& layou
     const std::string file = path_ + "/" + name;
     const std::string text = std::to_string(value) + "\n";
     if (options.create && !std::filesystem::exists(file)) {
-      WriteFile(file, text.data(), text.size());
-    } else if (const std::string there = ReadFile(file); std::atoll(there.c_str()) != value) {
+      WriteWholeFile(file, text);
+    } else if (const std::string there = ReadFile(file, kMaxSizeFileBytes);
+               std::atoll(there.c_str()) != value) {
       throw InvalidArgument("the store " + path_ + " was made with " + name + " " +
                             there.substr(0, there.find('\n')) +
                             " but is opened with: " + std::to_string(value));
@@ -245,24 +327,42 @@ int SsdFiles::Get(Kind kind, int64_t chunk, bool create) {
   if (fd < 0) {
     const std::string name = NameOf(kind, chunk);
     const int direct = kind == kValues && direct_ ? O_DIRECT : 0;
-    fd = open(name.c_str(),
-              (writable_ ? O_RDWR : O_RDONLY) | O_CLOEXEC | direct | (create ? O_CREAT : 0), 0644);
+    fd = OpenRegular(name, (writable_ ? O_RDWR : O_RDONLY) | direct | (create ? O_CREAT : 0));
     if (fd < 0 && (create || errno != ENOENT)) ThrowIo("opening " + name);
   }
   return fd;
 }
 
+std::map<int64_t, int64_t> SsdFiles::ValueBytes() const {
+  constexpr std::string_view kPrefix = "value-";
+  std::map<int64_t, int64_t> sizes;
+  for (const auto& entry : std::filesystem::directory_iterator(path_ + "/values")) {
+    const std::string name = entry.path().filename();
+    int64_t chunk = 0;
+    const char* end = name.data() + name.size();
+    if (!name.starts_with(kPrefix)) continue;
+    const auto number = std::from_chars(name.data() + kPrefix.size(), end, chunk);
+    if (number.ec != std::errc() || number.ptr != end || !entry.is_regular_file()) continue;
+    sizes[chunk] = static_cast<int64_t>(entry.file_size());
+  }
+  return sizes;
+}
+
 void SsdFiles::Sync() {
-  std::lock_guard guard(mutex_);
-  for (size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+  std::vector<Chunk> chunks;
+  {
+    std::lock_guard guard(mutex_);  // not for as long as the disk takes
+    chunks = chunks_;
+  }
+  for (size_t chunk = 0; chunk < chunks.size(); ++chunk) {
     for (int kind = 0; kind < 3; ++kind) {
-      const int fd = chunks_[chunk].fds[kind];
+      const int fd = chunks[chunk].fds[kind];
       if (fd >= 0 && fdatasync(fd) != 0) {
-        ThrowIo("fsync of " + NameOf(static_cast<Kind>(kind), static_cast<int64_t>(chunk)));
+        ThrowIo("fdatasync of " + NameOf(static_cast<Kind>(kind), static_cast<int64_t>(chunk)));
       }
     }
   }
-  for (const char* folder : {"/values", "/keys", "/meta"}) SyncDirectory(path_ + folder);
+  for (const char* folder : {"", "/values", "/keys", "/meta"}) SyncDirectory(path_ + folder);
 }
 
 }  // namespace embstore

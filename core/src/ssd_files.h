@@ -1,10 +1,14 @@
 // The files of an SSD store: names, sizes and places. See embstore/ssd_store.h.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "embstore/ssd_store.h"
@@ -53,43 +57,81 @@ struct SsdLayout {
 void WriteWhole(int fd, const void* data, size_t bytes, int64_t offset, const std::string& path);
 void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::string& path);
 int64_t FileBytes(int fd);
+// Opens a regular file, or returns -1 and leaves errno. Throws InvalidState for anything else: a
+// FIFO would block, a device may have no end.
+int OpenRegular(const std::string& path, int flags);
 // Writes a new file and fsyncs it.
 void WriteFile(const std::string& path, const void* data, size_t bytes);
-std::string ReadFile(const std::string& path);
+// The whole file; throws InvalidState when it has more than max_bytes.
+std::string ReadFile(const std::string& path, int64_t max_bytes);
 void SyncDirectory(const std::string& path);
 void RequireSnapshotName(const std::string& name);
 
-// Open files of a directory. Thread safe.
+// A flock, held until it is destroyed or the process ends. A flock belongs to the open file, which
+// a forked child shares; so the child closes its copy at once, or a data loader's worker that
+// outlives its parent would keep the directory locked.
+class FileLock {
+ public:
+  FileLock() = default;
+  // Takes the descriptor over, also when it throws. `operation` is one of flock(2).
+  FileLock(int fd, int operation, const std::string& path);
+  ~FileLock() { Release(); }
+  FileLock(FileLock&& other) noexcept { *this = std::move(other); }
+  FileLock& operator=(FileLock&& other) noexcept {
+    std::swap(held_, other.held_);
+    std::swap(process_, other.process_);
+    other.Release();
+    return *this;
+  }
+
+  struct Held;
+
+ private:
+  void Release() noexcept;
+
+  Held* held_ = nullptr;
+  pid_t process_ = 0;
+};
+
+// Open files of a directory. Thread safe. In a forked child nothing but the destructor may be
+// called, which leaves the descriptors alone: their numbers may belong to other files there.
 class SsdFiles {
  public:
   enum Kind { kValues, kKeys, kMeta };
 
-  // Locks the directory, and checks or writes its sizes.
+  // Locks the directory for the one process that may write, and checks or writes its sizes.
   SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout);
   ~SsdFiles();
   SsdFiles(const SsdFiles&) = delete;
   SsdFiles& operator=(const SsdFiles&) = delete;
 
   const std::string& path() const { return path_; }
+  // 2: rows and snapshots of this directory have checksums. 1: those of the original have none.
+  int format() const { return format_; }
   bool direct() const { return direct_; }
   int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct
   // Opens the file of a chunk; makes it when `create`, else -1 where there is none.
   int Get(Kind kind, int64_t chunk, bool create);
   std::string NameOf(Kind kind, int64_t chunk) const;
+  // The size of each values file that is there, by chunk.
+  std::map<int64_t, int64_t> ValueBytes() const;
   void Sync();
 
  private:
   struct Chunk {
     int fds[3] = {-1, -1, -1};
   };
+  void CheckFormat();
   void CheckSizes(const SsdStoreOptions& options, const SsdLayout& layout);
   void LearnAlignment();
 
   std::string path_;
   bool direct_;
   bool writable_;
+  int format_ = 1;
   int64_t alignment_ = 1;
-  int lock_fd_ = -1;
+  const pid_t process_;
+  FileLock lock_;
   std::mutex mutex_;
   std::vector<Chunk> chunks_;
 };

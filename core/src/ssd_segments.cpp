@@ -111,7 +111,7 @@ void SsdStoreImpl::OpenSegment() {
   } else {
     buffer = std::move(spare_.back());
     spare_.pop_back();
-    buffer->rows = buffer->flushed_blocks = 0;
+    buffer->rows = buffer->flushed_blocks = buffer->synced_blocks = 0;
   }
   const bool reuse = !free_.empty();
   buffer->segment = reuse ? *free_.begin() : static_cast<int64_t>(segments_.size());
@@ -126,6 +126,7 @@ void SsdStoreImpl::OpenSegment() {
   Segment& segment = segments_[static_cast<size_t>(buffer->segment)];
   segment.state = State::kInMemory;
   segment.blocks = 0;
+  segment.synced = segment.damaged = false;
   in_memory_[buffer->segment] = buffer;
   open_ = std::move(buffer);
 }
@@ -134,6 +135,7 @@ void SsdStoreImpl::Seal() {
   Reap();
   writer_->Push(open_);
   open_ = nullptr;
+  ++sealed_;
 }
 
 // The rows are copied on several threads, as many as the open segment has room for; the index
@@ -160,8 +162,8 @@ void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const*
                     static_cast<size_t>(layout_.row_bytes));
         const int64_t key = keys[static_cast<size_t>(i)];
         to.keys[static_cast<size_t>(place)] = key;
-        to.meta[static_cast<size_t>(place)] = {scores[i],
-                                               RowChecksum(key, rows[i], layout_.row_bytes)};
+        to.meta[static_cast<size_t>(place)] = {
+            scores[i], MetaChecksum(RowChecksum(key, rows[i], layout_.row_bytes), scores[i])};
       }
     });
     to.rows = first + end;
@@ -181,7 +183,8 @@ void SsdStoreImpl::Name(int64_t key, int64_t place) {
     entry = &index_.Insert(key);
   }
   entry->row = static_cast<uint32_t>(layout_.FirstRow(open_->segment) + place);
-  entry->checksum = open_->meta[static_cast<size_t>(place)].checksum;
+  const RowMeta& meta = open_->meta[static_cast<size_t>(place)];
+  entry->checksum = MetaChecksum(meta.checksum, meta.score);
   ++segments_[static_cast<size_t>(open_->segment)].live;
 }
 
@@ -191,7 +194,7 @@ void SsdStoreImpl::Release(uint32_t row) {
   if (--segment.live == 0) Retire(number);
 }
 
-// Gives a segment free if nothing needs it any more.
+// Frees a segment if nothing needs it any more.
 void SsdStoreImpl::Retire(int64_t number) {
   Segment& segment = segments_[static_cast<size_t>(number)];
   if (segment.state != State::kWritten || segment.live || segment.snapshots) return;
@@ -259,6 +262,42 @@ void SsdStoreImpl::FlushOpen() {
       static_cast<uint32_t>(open_->flushed_blocks);
 }
 
+// After this everything is durable. When a disk cannot take what it was given, Linux says so once
+// and may forget the pages: a second fdatasync succeeds without them. So what was not durable
+// before is written again: the open segment from memory, others from what can still be read and
+// verified.
+void SsdStoreImpl::SyncRows() {
+  for (size_t i = 0; i < segments_.size() && sync_failed_; ++i) {
+    const Segment& segment = segments_[i];
+    if (segment.state == State::kWritten && !segment.synced && segment.live > 0) {
+      RewriteSegment(static_cast<int64_t>(i));
+    }
+  }
+  try {
+    files_->Sync();
+  } catch (...) {
+    sync_failed_ = true;
+    if (open_) open_->flushed_blocks = open_->synced_blocks;
+    throw;
+  }
+  sync_failed_ = false;
+  for (Segment& segment : segments_) segment.synced = segment.state == State::kWritten;
+  if (open_) open_->synced_blocks = open_->flushed_blocks;
+}
+
+void SsdStoreImpl::RewriteSegment(int64_t number) {
+  SegmentRows rows = ReadLive(number).segment;
+  SegmentBuffer buffer;
+  buffer.segment = number;
+  buffer.rows = static_cast<int64_t>(rows.keys.size());
+  buffer.values = std::move(rows.values);
+  buffer.keys = std::move(rows.keys);
+  for (size_t i = 0; i < rows.scores.size(); ++i) {
+    buffer.meta.push_back({rows.scores[i], rows.checksums[i]});
+  }
+  WriteSegment(buffer);
+}
+
 SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
   SegmentRows rows;
   const auto buffered = in_memory_.find(number);
@@ -270,6 +309,7 @@ SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
     rows.keys.assign(buffer.keys.begin(), buffer.keys.begin() + buffer.rows);
     for (int64_t i = 0; i < buffer.rows; ++i) {
       rows.scores.push_back(buffer.meta[static_cast<size_t>(i)].score);
+      rows.checksums.push_back(buffer.meta[static_cast<size_t>(i)].checksum);
     }
     return rows;
   }
@@ -313,56 +353,89 @@ SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
   read(SsdFiles::kMeta, meta.data(), known * sizeof(RowMeta),
        in_chunk * static_cast<int64_t>(sizeof(RowMeta)));
   rows.scores.assign(keys, 1);  // files of the original have none
-  for (size_t i = 0; i < known; ++i) rows.scores[i] = std::max<uint64_t>(meta[i].score, 1);
+  rows.checksums.assign(keys, 0);
+  for (size_t i = 0; i < known; ++i) {
+    if (scores_have_checksums() || meta[i].score) rows.scores[i] = meta[i].score;
+    rows.checksums[i] = meta[i].checksum;
+  }
   return rows;
 }
 
-// The segment with the fewest live rows, or -1 while less than half of the places are garbage.
-int64_t SsdStoreImpl::PickVictim() const {
+// The segments to empty, at most `limit` of those with the fewest live rows: none while less than
+// half of the places are garbage.
+std::vector<int64_t> SsdStoreImpl::PickVictims(int64_t limit) const {
   constexpr int64_t kSlackSegments = 8;
-  int64_t places = 0, live = 0, best = -1;
+  int64_t places = 0, live = 0;
+  std::vector<int64_t> victims;
+  const auto live_rows = [&](int64_t number) {
+    return int64_t{segments_[static_cast<size_t>(number)].live};
+  };
   for (size_t i = 0; i < segments_.size(); ++i) {
     const Segment& segment = segments_[i];
     if (segment.state != State::kWritten || segment.snapshots || segment.damaged) continue;
     places += layout_.rows_per_segment();
     live += segment.live;
-    if (best < 0 || segment.live < segments_[static_cast<size_t>(best)].live) {
-      best = static_cast<int64_t>(i);
-    }
+    victims.push_back(static_cast<int64_t>(i));
   }
-  return places > 2 * live + kSlackSegments * layout_.rows_per_segment() ? best : -1;
+  const auto count = std::min(limit, static_cast<int64_t>(victims.size()));
+  std::partial_sort(victims.begin(), victims.begin() + count, victims.end(),
+                    [&](int64_t a, int64_t b) { return live_rows(a) < live_rows(b); });
+  int64_t taken = 0;
+  while (taken < count && places > 2 * live + kSlackSegments * layout_.rows_per_segment()) {
+    places -= layout_.rows_per_segment();
+    live -= live_rows(victims[static_cast<size_t>(taken++)]);
+  }
+  victims.resize(static_cast<size_t>(taken));
+  return victims;
 }
 
-void SsdStoreImpl::Compact() {
+// Never throws: the rows of the caller are stored, whatever happens to others. What cannot be read
+// is reported to who asks for it, and what cannot be written to the next Put.
+void SsdStoreImpl::Compact(int64_t limit) noexcept {
   if (scanners_.load() > 0) return;
-  for (int64_t victim; (victim = PickVictim()) >= 0;) {
-    try {
-      Empty(victim);
-    } catch (const InvalidState&) {
-      // Who reads the damaged row will hear of it; rows that are put have nothing to do with it.
-      segments_[static_cast<size_t>(victim)].damaged = true;
+  try {
+    for (int64_t victim : PickVictims(limit)) {
+      LiveRows rows;
+      try {
+        rows = ReadLive(victim);
+      } catch (const std::runtime_error&) {
+        segments_[static_cast<size_t>(victim)].damaged = true;
+        continue;
+      }
+      Empty(victim, rows);
     }
+  } catch (const std::exception&) {
   }
 }
 
-void SsdStoreImpl::Empty(int64_t number) {
-  const SegmentRows rows = ReadSegment(number);
+// The rows of a segment that the index names, verified.
+SsdStoreImpl::LiveRows SsdStoreImpl::ReadLive(int64_t number) const {
+  LiveRows live{ReadSegment(number), {}, {}, {}};
+  const SegmentRows& rows = live.segment;
   const int64_t first = layout_.FirstRow(number);
-  std::vector<int64_t> keys;
-  std::vector<uint64_t> scores;
-  std::vector<const std::byte*> live;
   for (size_t i = 0; i < rows.keys.size(); ++i) {
     if (i + size_t{kKeysAhead} < rows.keys.size()) index_.Prefetch(rows.keys[i + kKeysAhead]);
     const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
     const SsdIndex::Entry* entry = index_.Find(rows.keys[i]);
     if (!entry || entry->row != row) continue;
-    live.push_back(rows.values.get() + layout_.PlaceOffset(static_cast<int64_t>(i)));
-    Verify(row, entry->checksum, rows.keys[i], live.back());
-    keys.push_back(rows.keys[i]);
-    scores.push_back(rows.scores[i]);
+    live.rows.push_back(rows.values.get() + layout_.PlaceOffset(static_cast<int64_t>(i)));
+    Verify(row, entry->checksum, rows.keys[i], live.rows.back());
+    VerifyScore(row, entry->checksum, {rows.scores[i], rows.checksums[i]});
+    live.keys.push_back(rows.keys[i]);
+    live.scores.push_back(rows.scores[i]);
   }
-  Append(keys, live.data(), scores.data());
-  moved_rows_ += static_cast<int64_t>(keys.size());
+  if (live.keys.size() != segments_[static_cast<size_t>(number)].live) {
+    throw InvalidState(Describe() + " is damaged: segment " + std::to_string(number) +
+                       " should hold " +
+                       std::to_string(segments_[static_cast<size_t>(number)].live) +
+                       " live rows but holds " + std::to_string(live.keys.size()));
+  }
+  return live;
+}
+
+void SsdStoreImpl::Empty(int64_t number, const LiveRows& live) {
+  Append(live.keys, live.rows.data(), live.scores.data());
+  moved_rows_ += static_cast<int64_t>(live.keys.size());
   // Not live, and yet not retired by the last row that left: there was none.
   if (segments_[static_cast<size_t>(number)].state == State::kWritten) Retire(number);
 }

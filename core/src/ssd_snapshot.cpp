@@ -1,7 +1,8 @@
 // Snapshots of an SSD store: lists of row numbers, published by rename.
 #include <fcntl.h>
 #include <stdio.h>
-#include <unistd.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <bit>
@@ -9,10 +10,10 @@
 #include <cinttypes>
 #include <cstring>
 #include <filesystem>
-#include <limits>
+#include <map>
+#include <numeric>
 #include <shared_mutex>
 #include <sstream>
-#include <unordered_set>
 
 #include "ssd_store_impl.h"
 
@@ -23,7 +24,8 @@ namespace fs = std::filesystem;
 static_assert(std::endian::native == std::endian::little, "files hold little-endian numbers");
 
 constexpr const char* kSums = "CHECKSUMS";
-constexpr const char* kUnfinished = ".unfinished-";
+// Drafts, and snapshots that were deleted or replaced but are still read by some process.
+constexpr const char* kUnnamed = ".unfinished-";
 
 std::string Folder(const std::string& path, const std::string& name) {
   return path + "/snapshots/" + name;
@@ -35,23 +37,62 @@ std::string Line(const std::string& name, size_t bytes, uint32_t checksum) {
   return name + text;
 }
 
+// Removes the folder of a snapshot, unless some process reads it.
+bool RemoveUnread(const std::string& folder) {
+  const std::string list = folder + "/LIST";
+  FileLock lock;
+  if (fs::is_regular_file(list)) {
+    const int fd = OpenRegular(list, O_RDWR);
+    if (fd < 0) ThrowIo("opening " + list);
+    try {
+      lock = FileLock(fd, LOCK_EX | LOCK_NB, list);
+    } catch (const std::system_error& error) {
+      if (error.code().value() == EWOULDBLOCK) return false;
+      throw;
+    }
+  }
+  fs::remove_all(folder);
+  return true;
+}
+
 }  // namespace
 
-// Row numbers in ascending order. A damaged file of a snapshot is named in the exception.
-std::vector<uint64_t> SsdStoreImpl::ReadSnapshot(const std::string& name, bool verify) const {
+// Throws InvalidState for a snapshot that is damaged, and
+// std::system_error for one that cannot be read.
+SsdStoreImpl::SnapshotRows SsdStoreImpl::ReadSnapshot(const std::string& name) const {
   const std::string folder = Folder(options_.path, name);
   if (!fs::is_directory(folder)) {
     ThrowIo(ENOENT, Describe() + " has no snapshot '" + name + "'");
   }
-  const std::string list = ReadFile(folder + "/LIST");
-  // Of the original's snapshots there are no checksums.
-  const bool has_sums = fs::exists(folder + "/" + kSums);
-  const std::string sums = has_sums && verify ? ReadFile(folder + "/" + kSums) : std::string();
+  const auto damaged = [&](const std::string& why) {
+    throw InvalidState("snapshot '" + name + "' of " + Describe() + " is damaged: " + why);
+  };
+  const auto read = [&](const std::string& file, int64_t max_bytes) {
+    const std::string path = folder + "/" + file;
+    try {
+      return ReadFile(path, max_bytes);
+    } catch (const std::system_error& error) {
+      if (error.code().value() == ENOENT) damaged(path + " is missing");
+      throw;
+    } catch (const InvalidState& error) {
+      damaged(error.what());
+      throw;
+    }
+  };
+  const std::map<int64_t, int64_t> values = files_->ValueBytes();
+  const int64_t max_list_bytes = 64 * (static_cast<int64_t>(values.size()) + 64);
+  int64_t places = 0;
+  for (const auto& [chunk, bytes] : values) {
+    places += (bytes / layout_.block_bytes + 1) * layout_.rows_per_block;
+  }
+  const std::string list = read("LIST", max_list_bytes);
+  // Only snapshots of the original have no checksums.
+  const bool has_sums = files_->format() >= 2 || fs::exists(folder + "/" + kSums);
+  const std::string sums = has_sums ? "\n" + read(kSums, max_list_bytes) : std::string();
   const auto check = [&](const std::string& file, const std::string& data) {
     const std::string line = Line(file, data.size(), Crc32(0, data.data(), data.size()));
-    if (has_sums && verify && ("\n" + sums).find("\n" + line) == std::string::npos) {
-      throw InvalidState("snapshot '" + name + "' of " + Describe() + " is damaged: " + folder +
-                         "/" + file + " does not match its checksum");
+    if (has_sums && sums.find("\n" + line) == std::string::npos) {
+      damaged(folder + "/" + file + " does not match its checksum");
     }
   };
   check("LIST", list);
@@ -59,22 +100,34 @@ std::vector<uint64_t> SsdStoreImpl::ReadSnapshot(const std::string& name, bool v
   std::istringstream lines(list);
   for (std::string file; std::getline(lines, file);) {
     if (file.empty()) continue;
-    const std::string data = ReadFile(folder + "/" + file);
+    if (file.find('/') != std::string::npos) damaged(folder + "/LIST names a path: " + file);
+    const std::string data = read(file, 8 * places);
     check(file, data);
     if (data.size() % 8 != 0) {
-      throw InvalidState("snapshot '" + name + "' of " + Describe() + " is damaged: " + folder +
-                         "/" + file + " has a broken size: " + std::to_string(data.size()));
+      damaged(folder + "/" + file + " should hold numbers of 8 bytes but has " +
+              std::to_string(data.size()) + " bytes");
     }
     const size_t at = rows.size();
     rows.resize(at + data.size() / 8);
     std::memcpy(rows.data() + at, data.data(), data.size());
   }
   std::sort(rows.begin(), rows.end());
-  if (!rows.empty() && rows.back() >= kNoRow) {
-    throw InvalidState("snapshot '" + name + "' of " + Describe() +
-                       " names a row beyond 2^32: " + std::to_string(rows.back()));
+  if (!rows.empty() && (rows.back() >= kNoRow || layout_.SegmentOf(static_cast<int64_t>(
+                                                     rows.back())) >= SegmentsInFiles())) {
+    damaged("it names row " + std::to_string(rows.back()) + ", which the values files do not have");
   }
-  return rows;
+  return {std::move(rows), has_sums};
+}
+
+int64_t SsdStoreImpl::SegmentsInFiles() const {
+  int64_t segments = 0;
+  for (const auto& [chunk, bytes] : files_->ValueBytes()) {
+    if (chunk > int64_t{kNoRow} / layout_.rows_per_chunk()) continue;  // no row lies there
+    const int64_t used = (bytes + layout_.segment_bytes() - 1) / layout_.segment_bytes();
+    segments = std::max(
+        segments, chunk * layout_.segments_per_chunk + std::min(used, layout_.segments_per_chunk));
+  }
+  return segments;
 }
 
 std::vector<int64_t> SsdStoreImpl::SegmentsOf(const std::vector<uint64_t>& sorted_rows) const {
@@ -98,6 +151,7 @@ void SsdStoreImpl::Refer(const std::string& name, std::vector<int64_t> segments)
     if (segment.state == State::kFree) {
       free_.erase(number);
       segment.state = State::kWritten;
+      segment.synced = true;
     }
   }
   snapshots_[name] = std::move(segments);
@@ -113,28 +167,38 @@ void SsdStoreImpl::Unrefer(const std::string& name) {
   snapshots_.erase(found);
 }
 
-// What is there when the directory is opened. A snapshot that cannot be read is left for
-// LoadSnapshot to complain about; what can be read of it is kept.
+// What is there when the directory is opened. Rows that a snapshot names must not be overwritten: a
+// snapshot that is damaged keeps every segment, one that cannot be read now (too many open files, a
+// failing disk) keeps the store from being opened.
 void SsdStoreImpl::FindSnapshots() {
   for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
     const std::string name = entry.path().filename();
-    if (name.starts_with(kUnfinished)) {
-      if (options_.create) fs::remove_all(entry.path());
-      continue;
-    }
-    std::vector<uint64_t> rows;
+    if (!entry.is_directory()) continue;
+    if (name.starts_with('.') && RemoveUnread(entry.path())) continue;
+    std::vector<int64_t> segments;
     try {
-      rows = ReadSnapshot(name, /*verify=*/false);
-    } catch (const std::runtime_error&) {
+      segments = SegmentsOf(ReadSnapshot(name).rows);
+    } catch (const InvalidState&) {
+      segments.resize(static_cast<size_t>(SegmentsInFiles()));
+      std::iota(segments.begin(), segments.end(), 0);
     }
-    Refer(name, SegmentsOf(rows));
+    Refer(name, std::move(segments));
   }
 }
 
 std::vector<std::string> SsdStoreImpl::Snapshots() const {
+  RequireProcess();
   std::shared_lock guard(lock_);
   std::vector<std::string> names;
-  for (const auto& [name, segments] : snapshots_) names.push_back(name);
+  if (options_.create) {
+    for (const auto& [name, segments] : snapshots_) names.push_back(name);
+  } else {  // a writer may add some at any time
+    for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
+      if (entry.is_directory()) names.push_back(entry.path().filename());
+    }
+  }
+  std::erase_if(names, [](const std::string& name) { return name.starts_with('.'); });
+  std::sort(names.begin(), names.end());
   return names;
 }
 
@@ -162,77 +226,154 @@ void SsdStoreImpl::WriteSnapshot(const std::string& folder,
   SyncDirectory(folder);
 }
 
+// A name that no snapshot has, neither in memory nor in the directory.
+std::string SsdStoreImpl::FreshName() const {
+  for (int64_t i = 0;; ++i) {
+    std::string name = kUnnamed + std::to_string(i);
+    if (!snapshots_.contains(name) && !fs::exists(Folder(options_.path, name))) return name;
+  }
+}
+
 void SsdStoreImpl::Snapshot(const std::string& name) {
   RequireSnapshotName(name);
+  RequireProcess();
   std::unique_lock guard(lock_);
   RequireWritable();
+  Publish(name);
+}
+
+void SsdStoreImpl::Publish(const std::string& name) {
   FlushOpen();
-  files_->Sync();
+  SyncRows();
   std::vector<uint64_t> rows;
   rows.reserve(static_cast<size_t>(index_.size()));
   index_.ForEach([&](const SsdIndex::Entry& entry) { rows.push_back(entry.row); });
   std::sort(rows.begin(), rows.end());
-  const std::string snapshots = options_.path + "/snapshots";
-  const std::string unfinished = Folder(options_.path, kUnfinished + name);
   const std::string folder = Folder(options_.path, name);
-  fs::remove_all(unfinished);
-  fs::create_directory(unfinished);
-  WriteSnapshot(unfinished, rows);
-  // One step in either case: an older snapshot of this name is there until the new one is.
-  const unsigned exchange = fs::exists(folder) ? RENAME_EXCHANGE : 0;
-  if (renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, folder.c_str(), exchange) != 0) {
-    ThrowIo("renaming " + unfinished);
+  const std::string draft = FreshName(), draft_folder = Folder(options_.path, draft);
+  try {
+    fs::create_directory(draft_folder);
+    WriteSnapshot(draft_folder, rows);
+    Refer(draft, SegmentsOf(rows));
+    // One step in either case: an older snapshot of this name is there until the new one is.
+    const unsigned exchange = fs::exists(folder) ? RENAME_EXCHANGE : 0;
+    if (renameat2(AT_FDCWD, draft_folder.c_str(), AT_FDCWD, folder.c_str(), exchange) != 0) {
+      ThrowIo("renaming " + draft_folder);
+    }
+  } catch (...) {
+    Unrefer(draft);
+    std::error_code ignored;
+    fs::remove_all(draft_folder, ignored);
+    throw;
   }
-  SyncDirectory(snapshots);
-  const std::vector<int64_t> segments = SegmentsOf(rows);
-  Unrefer(name);
-  Refer(name, segments);
-  if (exchange) fs::remove_all(unfinished);
+  Exchange(name, draft);
+  Settle("snapshot '" + name + "' of " + Describe() + " is published");
+}
+
+// The directory has exchanged two names, of which one may have been free: so do we.
+void SsdStoreImpl::Exchange(const std::string& a, const std::string& b) {
+  auto first = snapshots_.extract(a), second = snapshots_.extract(b);
+  if (first && second) {
+    std::swap(first.key(), second.key());
+  } else if (first) {
+    first.key() = b;
+  } else if (second) {
+    second.key() = a;
+  }
+  if (first) snapshots_.insert(std::move(first));
+  if (second) snapshots_.insert(std::move(second));
+}
+
+// Makes new names of snapshots durable, then removes those that nobody can load any more. Their
+// segments stay until then: after a power failure the old names may be back.
+void SsdStoreImpl::Settle(const std::string& done) {
+  try {
+    SyncDirectory(options_.path + "/snapshots");
+  } catch (const std::system_error& error) {
+    ThrowIo(error.code().value(),
+            done + ", but a power failure may undo that: fsync of " + options_.path + "/snapshots");
+  }
+  std::vector<std::string> unnamed;
+  for (const auto& [name, segments] : snapshots_) {
+    if (name.starts_with('.')) unnamed.push_back(name);
+  }
+  for (const std::string& name : unnamed) {
+    try {
+      if (RemoveUnread(Folder(options_.path, name))) Unrefer(name);
+    } catch (const std::system_error&) {
+      // It is tried again next time.
+    }
+  }
 }
 
 void SsdStoreImpl::DeleteSnapshot(const std::string& name) {
   RequireSnapshotName(name);
+  RequireProcess();
   std::unique_lock guard(lock_);
   RequireWritable();
   if (!snapshots_.contains(name)) {
     ThrowIo(ENOENT, Describe() + " has no snapshot '" + name + "'");
   }
-  const std::string doomed = Folder(options_.path, kUnfinished + name);
-  fs::remove_all(doomed);
-  fs::rename(Folder(options_.path, name), doomed);
-  SyncDirectory(options_.path + "/snapshots");
-  fs::remove_all(doomed);
-  Unrefer(name);
+  const std::string unnamed = FreshName();
+  fs::rename(Folder(options_.path, name), Folder(options_.path, unnamed));
+  Exchange(name, unnamed);
+  Settle("snapshot '" + name + "' of " + Describe() + " is deleted");
 }
 
-// Reads keys and checksums of the rows of one segment into the index.
-void SsdStoreImpl::LoadSegment(int64_t segment, std::span<const uint64_t> rows,
+// Keeps a writer from using the segments of the snapshot again, for as long as the lock is held.
+FileLock SsdStoreImpl::LockSnapshot(const std::string& name) const {
+  const std::string list = Folder(options_.path, name) + "/LIST";
+  while (true) {
+    const int fd = OpenRegular(list, O_RDONLY);
+    if (fd < 0 && errno == ENOENT) {
+      ThrowIo(ENOENT, Describe() + " has no snapshot '" + name + "'");
+    }
+    if (fd < 0) ThrowIo("opening " + list);
+    FileLock lock(fd, LOCK_SH, list);
+    struct stat locked, named;
+    if (fstat(fd, &locked) == 0 && stat(list.c_str(), &named) == 0 &&
+        locked.st_ino == named.st_ino && locked.st_dev == named.st_dev) {
+      return lock;
+    }
+    // A writer has replaced or deleted it between open and lock.
+  }
+}
+
+// Reads keys and checksums of the rows of one segment into the index. Rows of the original have no
+// checksum: what is there now is taken as right, and a store that writes gives them one.
+void SsdStoreImpl::LoadSegment(int64_t segment, std::span<const uint64_t> rows, bool has_checksums,
                                SsdIndex& index) const {
   const int64_t first = layout_.FirstRow(segment), chunk = layout_.ChunkOf(first);
   const int64_t in_chunk = first % layout_.rows_per_chunk();
-  const auto places = static_cast<size_t>(static_cast<int64_t>(rows.back()) - first + 1);
-  const auto read = [&](SsdFiles::Kind kind, void* data, size_t bytes, int64_t offset) {
+  const auto last = static_cast<int64_t>(rows.back());
+  const auto places = static_cast<size_t>(last - first + 1);
+  // How much of a file there is, up to `end` bytes.
+  const auto kept = [&](SsdFiles::Kind kind, int64_t end, bool required) {
     const int fd = files_->Get(kind, chunk, false);
-    if (fd < 0) ThrowIo(ENOENT, "opening " + files_->NameOf(kind, chunk));
-    ReadWholeAt(fd, data, bytes, offset, files_->NameOf(kind, chunk));
+    const int64_t there = fd < 0 ? 0 : std::min(FileBytes(fd), end);
+    if (there < end && required) {
+      throw InvalidState(Describe() + " is damaged: " + files_->NameOf(kind, chunk) +
+                         (fd < 0 ? " is missing" : " ends before row " + std::to_string(last)));
+    }
+    return there;
   };
-  const int values = files_->Get(SsdFiles::kValues, chunk, false);
-  const int64_t end = layout_.ValueOffset(static_cast<int64_t>(rows.back())) + layout_.row_bytes;
-  if (values < 0 || FileBytes(values) < end) {
-    throw InvalidState(Describe() + " is damaged: " + files_->NameOf(SsdFiles::kValues, chunk) +
-                       " ends before row " + std::to_string(rows.back()));
-  }
+  const auto read = [&](SsdFiles::Kind kind, void* data, int64_t bytes, int64_t offset) {
+    if (bytes <= 0) return;
+    ReadWholeAt(files_->Get(kind, chunk, false), data, static_cast<size_t>(bytes), offset,
+                files_->NameOf(kind, chunk));
+  };
+  kept(SsdFiles::kValues, layout_.ValueOffset(last) + layout_.row_bytes, true);
+  const int64_t key_end = (in_chunk + last - first + 1) * layout_.key_bytes;
+  kept(SsdFiles::kKeys, key_end, true);
   std::vector<std::byte> keys(places * static_cast<size_t>(layout_.key_bytes));
-  read(SsdFiles::kKeys, keys.data(), keys.size(), in_chunk * layout_.key_bytes);
-  std::vector<RowMeta> meta;
+  read(SsdFiles::kKeys, keys.data(), static_cast<int64_t>(keys.size()),
+       in_chunk * layout_.key_bytes);
+  constexpr auto kMetaBytes = static_cast<int64_t>(sizeof(RowMeta));
+  std::vector<RowMeta> meta(places);
+  const int64_t meta_there =
+      kept(SsdFiles::kMeta, (in_chunk + last - first + 1) * kMetaBytes, has_checksums);
+  read(SsdFiles::kMeta, meta.data(), meta_there - in_chunk * kMetaBytes, in_chunk * kMetaBytes);
   SegmentRows whole;
-  if (files_->Get(SsdFiles::kMeta, chunk, false) >= 0) {
-    meta.resize(places);
-    read(SsdFiles::kMeta, meta.data(), places * sizeof(RowMeta),
-         in_chunk * static_cast<int64_t>(sizeof(RowMeta)));
-  } else {
-    whole = ReadSegment(segment);  // files of the original: what is there now is taken as right
-  }
   for (uint64_t row : rows) {
     const auto place = static_cast<size_t>(static_cast<int64_t>(row) - first);
     int64_t key;
@@ -247,21 +388,41 @@ void SsdStoreImpl::LoadSegment(int64_t segment, std::span<const uint64_t> rows,
       throw InvalidState(Describe() + " is damaged: key " + std::to_string(key) +
                          " is in a snapshot twice, again at row " + std::to_string(row));
     }
+    if (!has_checksums && meta[place].checksum == 0) {
+      if (!whole.values) whole = ReadSegment(segment);
+      const std::byte* data = whole.values.get() + layout_.PlaceOffset(static_cast<int64_t>(place));
+      meta[place] = {1, MetaChecksum(RowChecksum(key, data, layout_.row_bytes), 1)};
+    }
     SsdIndex::Entry& entry = index.Insert(key);
     entry.row = static_cast<uint32_t>(row);
-    const int64_t offset = layout_.ValueOffset(static_cast<int64_t>(row));
-    entry.checksum =
-        meta.empty() ? RowChecksum(key, whole.values.get() + (offset - layout_.ValueOffset(first)),
-                                   layout_.row_bytes)
-                     : meta[place].checksum;
+    entry.checksum = MetaChecksum(meta[place].checksum, meta[place].score);
+  }
+  if (whole.values && options_.create) {
+    WriteWhole(files_->Get(SsdFiles::kMeta, chunk, true), meta.data(), places * sizeof(RowMeta),
+               in_chunk * kMetaBytes, files_->NameOf(SsdFiles::kMeta, chunk));
   }
 }
 
 void SsdStoreImpl::LoadSnapshot(const std::string& name) {
   RequireSnapshotName(name);
+  RequireProcess();
   std::unique_lock guard(lock_);
   RequireUsable();
-  const std::vector<uint64_t> rows = ReadSnapshot(name, /*verify=*/true);
+  FileLock reading;
+  if (!options_.create) reading = LockSnapshot(name);
+  const auto [rows, has_checksums] = ReadSnapshot(name);
+  const std::vector<int64_t> segments = SegmentsOf(rows);
+  if (options_.create) {
+    const auto known = snapshots_.find(name);
+    if (known == snapshots_.end() || !std::includes(known->second.begin(), known->second.end(),
+                                                    segments.begin(), segments.end())) {
+      throw InvalidState(
+          "snapshot '" + name + "' of " + Describe() +
+          " was put there or changed while the store was open: open the store again");
+    }
+  } else if (!segments.empty() && segments.back() >= static_cast<int64_t>(segments_.size())) {
+    segments_.resize(static_cast<size_t>(segments.back()) + 1);
+  }
   SsdIndex index;
   std::vector<std::pair<int64_t, uint32_t>> live;
   for (size_t begin = 0, end; begin < rows.size(); begin = end) {
@@ -276,14 +437,20 @@ void SsdStoreImpl::LoadSnapshot(const std::string& name) {
         (static_cast<int64_t>(rows[end - 1]) - layout_.FirstRow(segment)) / layout_.rows_per_block +
         1);
     place.blocks = std::max(place.blocks, blocks);
-    LoadSegment(segment, {rows.data() + begin, end - begin}, index);
+    LoadSegment(segment, {rows.data() + begin, end - begin}, has_checksums, index);
     live.emplace_back(segment, static_cast<uint32_t>(end - begin));
   }
   ForgetRows();
   index_ = std::move(index);
   for (const auto& [segment, count] : live) {
-    segments_[static_cast<size_t>(segment)].live = count;
+    Segment& place = segments_[static_cast<size_t>(segment)];
+    place.live = count;
+    place.state = State::kWritten;
+    if (!has_checksums) place.synced = false;  // LoadSegment may have given it some
   }
+  if (options_.create) return;
+  WaitForReaders();  // of the rows before
+  reading_ = std::move(reading);
 }
 
 }  // namespace embstore

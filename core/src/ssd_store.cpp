@@ -32,8 +32,9 @@ SsdStoreImpl::SsdStoreImpl(const SsdStoreOptions& options)
     throw InvalidArgument("capacity_rows should be at least 0 but is: " +
                           std::to_string(options.capacity_rows));
   }
+  if (!options.flush_snapshot.empty()) RequireSnapshotName(options.flush_snapshot);
   files_ = std::make_unique<SsdFiles>(options_, layout_);
-  FindSnapshots();
+  if (options.create) FindSnapshots();
   writer_ = std::make_unique<SegmentWriter>([this](const SegmentBuffer& b) { WriteSegment(b); });
 }
 
@@ -42,11 +43,13 @@ SsdStoreImpl::~SsdStoreImpl() {
   if (getpid() != process_) (void)writer_.release();
 }
 
+void SsdStoreImpl::RequireProcess() const {
+  if (getpid() == process_) return;
+  throw InvalidState(Describe() + " was opened by another process and cannot be used after fork");
+}
+
 void SsdStoreImpl::RequireUsable() const {
   if (!files_) throw InvalidState(Describe() + " is closed");
-  if (getpid() != process_) {
-    throw InvalidState(Describe() + " was opened by another process and cannot be used after fork");
-  }
 }
 
 void SsdStoreImpl::RequireWritable() const {
@@ -80,7 +83,15 @@ void SsdStoreImpl::RequireRoom(std::span<const int64_t> keys) const {
   }
 }
 
+// Until no thread reads files without the lock. The caller has exclusive access, so none begins.
+void SsdStoreImpl::WaitForReaders() const {
+  for (const auto& readers : readers_) {
+    for (int64_t n; (n = readers.load()) != 0;) readers.wait(n);
+  }
+}
+
 int64_t SsdStoreImpl::size() const {
+  RequireProcess();
   std::shared_lock guard(lock_);
   return index_.size();
 }
@@ -127,6 +138,7 @@ std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t>
 
 void SsdStoreImpl::Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
                        uint8_t* found) const {
+  RequireProcess();
   std::shared_lock guard(lock_);
   RequireUsable();
   std::vector<Wanted> wanted = FindAll(keys, rows, scores, found);
@@ -136,7 +148,9 @@ void SsdStoreImpl::Get(std::span<const int64_t> keys, std::byte* rows, uint64_t*
   ++readers;
   struct Leave {
     std::atomic<int64_t>& readers;
-    ~Leave() { --readers; }
+    ~Leave() {
+      if (--readers == 0) readers.notify_all();
+    }
   } leave{readers};
   guard.unlock();
   if (files_->direct()) {
@@ -156,6 +170,13 @@ void SsdStoreImpl::Verify(uint32_t row, uint32_t checksum, int64_t key,
                      std::to_string(first) + " to " +
                      std::to_string(first + layout_.rows_per_block - 1) + " in " +
                      files_->NameOf(SsdFiles::kValues, layout_.ChunkOf(row)));
+}
+
+void SsdStoreImpl::VerifyScore(uint32_t row, uint32_t checksum, RowMeta meta) const {
+  if (!scores_have_checksums() || MetaChecksum(meta.checksum, meta.score) == checksum) return;
+  throw InvalidState(Describe() + " is damaged: the score of row " + std::to_string(row) +
+                     " does not match its checksum in " +
+                     files_->NameOf(SsdFiles::kMeta, layout_.ChunkOf(row)));
 }
 
 // Past the page cache only whole sectors can be read: rows of one block share a read.
@@ -196,15 +217,15 @@ void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const in
   const auto n = static_cast<int64_t>(wanted.size());
   struct Files {
     int values, meta;
-    std::string name;
+    std::string name, meta_name;
   };
   std::vector<Files> files;  // by chunk
   for (const Wanted& row : wanted) {
     while (static_cast<int64_t>(files.size()) <= layout_.ChunkOf(row.row)) {
       const auto chunk = static_cast<int64_t>(files.size());
-      files.push_back({files_->Get(SsdFiles::kValues, chunk, false),
-                       files_->Get(SsdFiles::kMeta, chunk, false),
-                       files_->NameOf(SsdFiles::kValues, chunk)});
+      files.push_back(
+          {files_->Get(SsdFiles::kValues, chunk, false), files_->Get(SsdFiles::kMeta, chunk, false),
+           files_->NameOf(SsdFiles::kValues, chunk), files_->NameOf(SsdFiles::kMeta, chunk)});
     }
   }
   ParallelFor((n + kReadsPerTask - 1) / kReadsPerTask, [&](int64_t task) {
@@ -220,8 +241,11 @@ void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const in
       scores[row.at] = 1;  // files of the original have none
       if (from.meta < 0) continue;
       const int64_t in_chunk = row.row % layout_.rows_per_chunk();
-      ReadWholeAt(from.meta, &scores[row.at], sizeof(uint64_t),
-                  in_chunk * static_cast<int64_t>(sizeof(RowMeta)), from.name);
+      RowMeta meta;
+      ReadWholeAt(from.meta, &meta, sizeof(meta), in_chunk * static_cast<int64_t>(sizeof(RowMeta)),
+                  from.meta_name);
+      VerifyScore(row.row, row.checksum, meta);
+      if (meta.score || scores_have_checksums()) scores[row.at] = meta.score;
     }
   });
 }
@@ -241,10 +265,14 @@ void SsdStoreImpl::ReadScores(std::span<const Wanted> wanted, uint64_t* scores) 
                         reinterpret_cast<std::byte*>(&meta[j])});
   }
   ReadBatch(requests, kQueueDepth, [](size_t, const std::byte*) {});
-  for (size_t j = 0; j < wanted.size(); ++j) scores[wanted[j].at] = meta[j].score;
+  for (size_t j = 0; j < wanted.size(); ++j) {
+    VerifyScore(wanted[j].row, wanted[j].checksum, meta[j]);
+    scores[wanted[j].at] = meta[j].score;
+  }
 }
 
 void SsdStoreImpl::Contains(std::span<const int64_t> keys, uint8_t* found) const {
+  RequireProcess();
   std::shared_lock guard(lock_);
   RequireUsable();
   for (size_t i = 0; i < keys.size(); ++i) found[i] = index_.Find(keys[i]) != nullptr;
@@ -261,17 +289,22 @@ void SsdStoreImpl::Put(std::span<const int64_t> keys, const std::byte* rows,
 
 void SsdStoreImpl::PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
                                 const uint64_t* scores) {
+  RequireProcess();
   std::unique_lock guard(lock_);
   RequireWritable();
   RequireKeys(keys);
   RequireRoom(keys);
-  const SegmentBuffer* before = open_.get();
+  const int64_t before = sealed_;
   Append(keys, rows, scores);
   bytes_put_ += static_cast<int64_t>(keys.size()) * layout_.row_bytes;
-  if (open_.get() != before) Compact();
+  // A victim has at most half of its rows left, so two for each new segment would keep up; twice as
+  // many catch up, and no call pays for more than it has put.
+  constexpr int64_t kVictimsPerSegment = 4;
+  if (sealed_ != before) Compact(kVictimsPerSegment * (sealed_ - before));
 }
 
 void SsdStoreImpl::Erase(std::span<const int64_t> keys) {
+  RequireProcess();
   std::unique_lock guard(lock_);
   RequireWritable();
   for (int64_t key : keys) {
@@ -284,31 +317,40 @@ void SsdStoreImpl::Erase(std::span<const int64_t> keys) {
 }
 
 void SsdStoreImpl::Clear() {
+  RequireProcess();
   std::unique_lock guard(lock_);
   RequireWritable();
   ForgetRows();
 }
 
 void SsdStoreImpl::Flush() {
+  RequireProcess();
   std::unique_lock guard(lock_);
   RequireUsable();
-  FlushOpen();
+  if (!options_.create) return;
+  if (options_.flush_snapshot.empty()) {
+    FlushOpen();
+  } else {
+    Publish(options_.flush_snapshot);
+  }
 }
 
 void SsdStoreImpl::Close() {
+  RequireProcess();
   std::unique_lock guard(lock_);
   if (!files_) return;
-  RequireUsable();
-  FlushOpen();
-  writer_.reset();
+  WaitForReaders();
+  writer_.reset();  // what no snapshot names is lost anyway
   open_ = nullptr;
   in_memory_.clear();
   spare_.clear();
   index_ = SsdIndex();
   files_.reset();
+  reading_ = FileLock();
 }
 
 SsdStoreStats SsdStoreImpl::stats() const {
+  RequireProcess();
   std::shared_lock guard(lock_);
   SsdStoreStats stats;
   stats.rows = index_.size();
@@ -328,6 +370,7 @@ SsdStoreStats SsdStoreImpl::stats() const {
 class SsdScanner final : public StoreScanner {
  public:
   explicit SsdScanner(const SsdStoreImpl& store) : store_(store) {
+    store.RequireProcess();
     std::shared_lock guard(store.lock_);
     store.RequireUsable();
     ++store.scanners_;
@@ -339,6 +382,7 @@ class SsdScanner final : public StoreScanner {
 
   void Next(int64_t max_rows, StoredRows& block) override {
     block = {};
+    store_.RequireProcess();
     std::shared_lock guard(store_.lock_);
     store_.RequireUsable();
     while (next_ < segments_.size() && static_cast<int64_t>(block.keys.size()) < max_rows) {
@@ -358,6 +402,7 @@ class SsdScanner final : public StoreScanner {
       const std::byte* data =
           rows.values.get() + (layout.ValueOffset(row) - layout.ValueOffset(first));
       store_.Verify(row, entry->checksum, rows.keys[i], data);
+      store_.VerifyScore(row, entry->checksum, {rows.scores[i], rows.checksums[i]});
       block.keys.push_back(rows.keys[i]);
       block.scores.push_back(rows.scores[i]);
       block.rows.insert(block.rows.end(), data, data + layout.row_bytes);

@@ -39,6 +39,7 @@ struct SegmentBuffer {
   int64_t segment = 0;
   int64_t rows = 0;            // places that are taken
   int64_t flushed_blocks = 0;  // that are in the files already
+  int64_t synced_blocks = 0;   // that are durable too
   std::unique_ptr<std::byte, Free> values;
   std::vector<int64_t> keys;
   std::vector<RowMeta> meta;
@@ -105,21 +106,32 @@ class SsdStoreImpl final : public SsdStore {
     uint32_t snapshots = 0;  // that name rows of it
     uint32_t blocks = 0;     // in the files
     State state = State::kFree;
-    bool damaged = false;  // found by compaction, which then leaves it alone
+    bool synced = false;   // durable, if it is written
+    bool damaged = false;  // cannot be read: compaction leaves it alone
   };
   struct SegmentRows {  // a segment read back
     std::unique_ptr<std::byte, SegmentBuffer::Free> values;
     std::vector<int64_t> keys;
     std::vector<uint64_t> scores;
+    std::vector<uint32_t> checksums;  // as in the meta file
+  };
+  struct LiveRows {  // those of them that the index names
+    SegmentRows segment;
+    std::vector<int64_t> keys;
+    std::vector<uint64_t> scores;
+    std::vector<const std::byte*> rows;
   };
   struct Wanted {
     uint32_t row, checksum, at;  // at: position in the batch
   };
 
+  // Before the lock is taken: in a forked child it may be held by a thread that is not there.
+  void RequireProcess() const;
   void RequireUsable() const;
   void RequireWritable() const;
   void RequireKeys(std::span<const int64_t> keys) const;
   void RequireRoom(std::span<const int64_t> keys) const;
+  void WaitForReaders() const;
   const std::byte* InMemory(uint32_t row, uint64_t* score) const;
   std::vector<Wanted> FindAll(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
                               uint8_t* found) const;
@@ -129,6 +141,12 @@ class SsdStoreImpl final : public SsdStore {
                   uint64_t* scores) const;
   void ReadScores(std::span<const Wanted> wanted, uint64_t* scores) const;
   void Verify(uint32_t row, uint32_t checksum, int64_t key, const std::byte* data) const;
+  void VerifyScore(uint32_t row, uint32_t checksum, RowMeta meta) const;
+  bool scores_have_checksums() const { return files_->format() >= 2; }
+  // The checksum in the meta file from the one of the row, and back.
+  uint32_t MetaChecksum(uint32_t checksum, uint64_t score) const {
+    return scores_have_checksums() ? checksum ^ Crc32(0, &score, sizeof(score)) : checksum;
+  }
 
   // ssd_segments.cpp; the caller has exclusive access unless the method is const
   void Append(std::span<const int64_t> keys, const std::byte* const* rows, const uint64_t* scores);
@@ -139,18 +157,32 @@ class SsdStoreImpl final : public SsdStore {
   void Retire(int64_t segment);
   void Reap();
   void FlushOpen();
+  void SyncRows();
+  void RewriteSegment(int64_t segment);
   void WriteSegment(const SegmentBuffer& buffer);
   SegmentRows ReadSegment(int64_t segment) const;
-  void Compact();
-  int64_t PickVictim() const;
-  void Empty(int64_t segment);
+  LiveRows ReadLive(int64_t segment) const;
+  void Compact(int64_t limit) noexcept;
+  std::vector<int64_t> PickVictims(int64_t limit) const;
+  void Empty(int64_t segment, const LiveRows& live);
   void ForgetRows();
 
   // ssd_snapshot.cpp
-  std::vector<uint64_t> ReadSnapshot(const std::string& name, bool verify) const;
-  void LoadSegment(int64_t segment, std::span<const uint64_t> rows, SsdIndex& index) const;
+  struct SnapshotRows {
+    std::vector<uint64_t> rows;  // in ascending order
+    bool has_checksums;          // and so has every row
+  };
+  SnapshotRows ReadSnapshot(const std::string& name) const;
+  FileLock LockSnapshot(const std::string& name) const;
+  int64_t SegmentsInFiles() const;
+  void LoadSegment(int64_t segment, std::span<const uint64_t> rows, bool has_checksums,
+                   SsdIndex& index) const;
   std::vector<int64_t> SegmentsOf(const std::vector<uint64_t>& sorted_rows) const;
   void WriteSnapshot(const std::string& folder, const std::vector<uint64_t>& sorted_rows);
+  std::string FreshName() const;
+  void Publish(const std::string& name);
+  void Exchange(const std::string& a, const std::string& b);
+  void Settle(const std::string& done);
   void Refer(const std::string& name, std::vector<int64_t> segments);
   void Unrefer(const std::string& name);
   void FindSnapshots();
@@ -160,6 +192,7 @@ class SsdStoreImpl final : public SsdStore {
   const pid_t process_;
   mutable RwLock lock_;
   std::unique_ptr<SsdFiles> files_;  // null once closed
+  FileLock reading_;                 // of a store that only reads: the snapshot that it has loaded
   SsdIndex index_;
   std::vector<Segment> segments_;
   std::set<int64_t> free_;
@@ -171,6 +204,8 @@ class SsdStoreImpl final : public SsdStore {
   int generation_ = 0;
   mutable std::atomic<int64_t> scanners_{0};  // while there are any, no row moves
   std::shared_ptr<SegmentBuffer> open_;
+  int64_t sealed_ = 0;  // segments that were filled
+  bool sync_failed_ = false;
   std::map<int64_t, std::shared_ptr<SegmentBuffer>> in_memory_;  // by segment, the open one too
   std::vector<std::shared_ptr<SegmentBuffer>> spare_;      // fresh pages cost more than a copy
   std::map<std::string, std::vector<int64_t>> snapshots_;  // the segments that each names

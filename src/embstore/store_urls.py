@@ -1,13 +1,14 @@
 """Stores by URL.
 
 memory://NAME              one set of tables for each name, in this process
-ssd:///path                files below a directory, for one process at a time; `flush` keeps them
+ssd:///path                files below a directory, for one process at a time; the next finds what was flushed
 redis://host:6379/?…       see embstore.redis_store
 TYPE://…                   what a plug-in of that type makes of it
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from embstore.redis_store import SCHEMES, RedisStore
 from embstore.stores import MemoryStore, SsdStore, Store, TieredStore, row_bytes
 
 LOCAL = ("memory", "ssd")  # of one process: whoever opens the same table in it gets the same store
+
+_FLUSHED = "flushed"
+_OLDER = re.compile(r"saved-[0-9]+")  # what `flush` made before there was one name
 
 _opened: dict[tuple[str, str, int], Store] = {}
 _opened_lock = threading.Lock()
@@ -103,26 +107,31 @@ def _upper(url: str, scheme: str, table: str, size: int) -> Store:
     if scheme == "memory":
         return MemoryStore(size)
     if scheme == "ssd":
-        return SsdStore(Path(unquote(_split(url)[1])) / quote(table, safe=""), size)
+        return SsdStore(_folder(_split(url)[1], table), size)
     raise ValueError(f"an upper tier should be memory:// or ssd:// but is: {scheme}://")
 
 
+def _folder(path: str, table: str) -> Path:
+    if not path.startswith("/"):
+        raise ValueError(f"an ssd URL should be ssd:///path but its path is: {path!r}")
+    return Path(unquote(path)) / quote(table, safe="")
+
+
 class _SavedSsdStore(SsdStore):
-    """An SSD store that begins with what was last flushed."""
+    """An SSD store that begins with what was last flushed. Other snapshots are the user's own."""
 
     def __init__(self, path: str, table: str, column: int, row_bytes: int) -> None:
-        if not path.startswith("/"):
-            raise ValueError(f"an ssd URL should be ssd:///path but its path is: {path!r}")
-        super().__init__(Path(unquote(path)) / quote(f"{table}-{column}", safe=""), row_bytes)
-        if saved := self._saved():
-            self.load_snapshot(saved[-1])
+        super().__init__(_folder(path, f"{table}-{column}"), row_bytes, flush_snapshot=_FLUSHED)
+        if _FLUSHED in self.snapshots():
+            self.load_snapshot(_FLUSHED)
+        elif older := [name for name in self.snapshots() if _OLDER.fullmatch(name)]:
+            self.load_snapshot(max(older, key=lambda name: int(name.removeprefix("saved-"))))
+            self.flush()
+            for name in older:
+                self.delete_snapshot(name)
 
-    def _saved(self) -> list[str]:
-        return sorted(self.snapshots(), key=lambda name: int(name.rpartition("-")[2]))
-
-    def flush(self) -> None:
-        saved = self._saved()
-        last = int(saved[-1].rpartition("-")[2]) if saved else 0
-        self.snapshot(f"saved-{last + 1}")
-        for name in saved:  # only once the new one is there
-            self.delete_snapshot(name)
+    def close(self) -> None:
+        super().close()
+        with _opened_lock:
+            for opened in [key for key, store in _opened.items() if store is self]:
+                del _opened[opened]

@@ -6,7 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from embstore.store_urls import is_shared, open_store
+import embstore
+from embstore.store_urls import is_shared, open_store, tiers
+from embstore.stores import SsdStore
 
 KEYS = np.array([5, -9, 2**40])
 ROWS = np.arange(3 * 12, dtype=np.uint8).reshape(3, 12)
@@ -45,6 +47,59 @@ def test_an_ssd_store_begins_with_what_another_process_flushed(tmp_path):
         assert done.stdout.strip() == expected
 
 
+TRAIN = """
+import sys
+import numpy as np
+import embstore
+from embstore.store_urls import tiers
+
+urls, step = sys.argv[1:-1], int(sys.argv[-1])
+options = embstore.TableOptions(name="user", dim=4, max_capacity=128)
+table = embstore.Table(options, store=tiers(*urls, upper_rows=200)(options, 0))
+keys = np.arange(1000)
+for part in np.array_split(keys, 10):
+    np.testing.assert_array_equal(table.find(part)[0], np.full((100, 4), step))
+    table.insert_or_assign(part, np.full((100, 4), step + 1))
+table.flush()
+table.save_snapshot("monday")
+table.insert_or_assign(keys, np.full((1000, 4), -1))  # never flushed
+"""
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("upper", ["", "memory://near", "ssd://{}/near"])
+def test_a_new_process_opens_what_the_table_above_flushed(tmp_path, upper):
+    urls = [upper.format(tmp_path)] * bool(upper) + [f"ssd://{tmp_path}/far"]
+    for step in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", TRAIN, *urls, str(step)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_url_whose_store_was_closed_opens_again(tmp_path):
+    url = f"ssd://{tmp_path}"
+    with open_store(url, table="t", tensor_bytes=[12]) as store:
+        store.put(KEYS, ROWS, ONES)
+        store.flush()
+    again = open_store(url, table="t", tensor_bytes=[12])
+    np.testing.assert_array_equal(again.get(KEYS)[0], ROWS)
+
+
+def test_what_an_older_version_flushed_is_opened_and_other_snapshots_stay(tmp_path):
+    keys, rows = np.arange(3), np.arange(12, dtype=np.uint8).reshape(3, 4)
+    with SsdStore(tmp_path / "t-0", 4) as store:
+        for name, count in (("saved-9", 2), ("saved-10", 3), ("monday", 1), ("saved-friday", 1)):
+            store.clear()
+            store.put(keys[:count], rows[:count])
+            store.snapshot(name)
+    store = open_store(f"ssd://{tmp_path}", table="t", tensor_bytes=[4])
+    np.testing.assert_array_equal(store.get(keys)[0], rows)
+    store.put([7], rows[:1], np.ones(1, np.uint64))
+    store.flush()
+    assert store.snapshots() == ["flushed", "monday", "saved-friday"]
+
+
 @pytest.mark.parametrize(
     ("url", "text"),
     [
@@ -56,3 +111,8 @@ def test_an_ssd_store_begins_with_what_another_process_flushed(tmp_path):
 def test_a_wrong_url_is_named(url, text):
     with pytest.raises(ValueError, match=text):
         open_store(url, table="t", tensor_bytes=[4])
+
+
+def test_a_wrong_url_of_an_upper_tier_is_named():
+    with pytest.raises(ValueError, match="should be ssd:///path but its path is: 'relative'"):
+        tiers("ssd://relative", "memory://x", upper_rows=1)(embstore.TableOptions(name="t", dim=1), 0)

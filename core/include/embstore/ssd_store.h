@@ -1,21 +1,21 @@
 // SsdStore: rows of one size in files, an index of their places in memory.
 //
-// The directory (OneEmbedding's persistent table; docs/stores.md has the format in full):
-//   LOCK  KEY_SIZE  VALUE_SIZE  PHYSICAL_BLOCK_SIZE  NUM_LOGICAL_BLOCKS_PER_CHUNK
+// The directory (OneEmbedding's persistent table; docs/formats.md has the format in full):
+//   FORMAT  LOCK  KEY_SIZE  VALUE_SIZE  PHYSICAL_BLOCK_SIZE  NUM_LOGICAL_BLOCKS_PER_CHUNK
 //   values/value-<chunk>   keys/key-<chunk>   meta/meta-<chunk>   snapshots/<name>/{LIST,
 //   index-<n>}
 //
 // Rows are appended to the open segment (about 1 MiB of blocks) and never change in place; the
 // index moves on and the old place becomes garbage. Full segments are written by a thread of their
 // own and can be read from memory until they are on disk. A segment without live rows is used
-// again; when more than half of all places are garbage, the emptiest segments are emptied into the
-// open one.
+// again; when more than half of all places are garbage, Put empties the emptiest segments into the
+// open one, a few for each that it fills.
 //
 // Only snapshots survive the process: a directory that is opened is empty until LoadSnapshot. A
 // snapshot is a list of row numbers; the segments it names are neither reused nor emptied while it
-// exists.
+// exists, or while some process reads it.
 //
-// Every row has a CRC-32 that is checked whenever it is read.
+// Every row and score has a CRC-32 that is checked whenever it is read.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,12 @@ struct SsdStoreOptions {
   int64_t physical_block_bytes = 4096;  // or 512
   int64_t capacity_rows = 0;            // 0: no bound
   bool direct = true;                   // past the page cache, where the filesystem can
-  bool create = true;  // false: only read a store that is there; several may do that
+  // false: only read snapshots of a store that is there. Any number of processes may do that, also
+  // beside the one that writes.
+  bool create = true;
+  // Not empty: Flush publishes the rows as the snapshot of this name, for whoever opens the
+  // directory next. Empty: Flush only writes them, so that an error shows.
+  std::string flush_snapshot = {};
 };
 
 struct SsdStoreStats {
@@ -57,7 +62,8 @@ class SsdStore : public Store {
   virtual SsdStoreStats stats() const = 0;
   virtual std::vector<std::string> Snapshots() const = 0;
   virtual void DeleteSnapshot(const std::string& name) = 0;
-  // Writes everything, gives the directory free; every later call throws InvalidState.
+  // Waits for calls that read, then releases the directory lock. Rows that no snapshot names are
+  // gone; every later call throws InvalidState.
   virtual void Close() = 0;
 
  protected:
