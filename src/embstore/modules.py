@@ -15,10 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from embstore import _core
+from embstore.extras import missing
+
+try:
+    import torch
+    from torch import nn
+except ImportError as error:
+    raise missing("a module of embstore", "torch", error) from error
+
 from embstore.batch import Access, Pooling, Request, Update, as_key_tensor, as_offsets, as_weights, run
 from embstore.batch import update_rows as update_now
 from embstore.device_tier import DeviceTier, run_on_device
