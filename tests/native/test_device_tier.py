@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import embstore
+from embstore.batch import Access
 from embstore.device_tier import DeviceTier
 
 OPTIMIZERS = [
@@ -154,16 +155,16 @@ def test_a_table_that_fails_leaves_the_tier_usable(monkeypatch):
 
     table = embstore.Table("t", dim=2, optimizer=embstore.SGD(lr=1.0))
     tier = DeviceTier(table, "cpu", 4)
-    before = tier.vectors(torch.arange(4), training=True).clone()
+    before = tier.vectors(torch.arange(4), Access.TRAIN).clone()
     tier.update(torch.arange(4), torch.ones(4, 2))
     real, table.insert_or_assign = (
         table.insert_or_assign,
         lambda *_, **__: (_ for _ in ()).throw(OSError("full")),
     )
     with pytest.raises(OSError, match="full"):
-        tier.vectors(torch.arange(10, 14), training=True)
+        tier.vectors(torch.arange(10, 14), Access.TRAIN)
     table.insert_or_assign = real
-    torch.testing.assert_close(tier.vectors(torch.arange(4), training=True), before - 1)
+    torch.testing.assert_close(tier.vectors(torch.arange(4), Access.TRAIN), before - 1)
 
 
 @pytest.mark.parametrize(
