@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -238,6 +239,14 @@ def _clip(max_norm: float, norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
+def _new_table(options: TableOptions) -> Table:
+    """A table of a module. Without a seed it gets one from torch's generator, so that modules start
+    differently and torch.manual_seed governs them."""
+    if options.seed is None:
+        options = replace(options, seed=int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64)))
+    return Table(options)
+
+
 class _SingleTable(TableModule):
     def __init__(
         self,
@@ -253,7 +262,7 @@ class _SingleTable(TableModule):
         if table is None:
             if dim is None:
                 raise ValueError("dim should be given unless a table is")
-            table = Table(name, dim=dim, **options)
+            table = _new_table(TableOptions(name=name, dim=dim, **options))
         elif dim is not None or options:
             raise ValueError("table should come without dim and table options")
         super().__init__(
@@ -340,7 +349,7 @@ class TableCollection(TableModule):
         max_norm: float | None = None,
         device_rows: int = 0,
     ) -> None:
-        made = [t if isinstance(t, Table) else Table(t) for t in tables]
+        made = [t if isinstance(t, Table) else _new_table(t) for t in tables]
         super().__init__(
             made, update_in_backward=update_in_backward, max_norm=max_norm, device_rows=device_rows
         )

@@ -85,6 +85,8 @@ class Table:
             options = TableOptions(name=options, **keywords)
         elif keywords:
             options = replace(options, **keywords)
+        if options.seed is None:
+            options = replace(options, seed=0)
         self.options = options
         self.store = store
         self._store_handle = None if store is None else store.handle()
@@ -105,7 +107,7 @@ class Table:
             initializer=options.initializer.code,
             initializer_values=options.initializer.values(),
             score_strategy=int(options.score_strategy),
-            seed=options.seed,
+            seed=self.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
             admission_threshold=options.admission_threshold,
@@ -121,6 +123,12 @@ class Table:
     @property
     def dim(self) -> int:
         return self.options.dim
+
+    @property
+    def seed(self) -> int:
+        """Of the initial values."""
+        assert self.options.seed is not None
+        return self.options.seed
 
     @property
     def state_width(self) -> int:
@@ -183,7 +191,7 @@ class Table:
     def reseed(self, seed: int) -> None:
         """Rows that are yet to come start as they would in a table with this seed."""
         self.options = replace(self.options, seed=seed)
-        self._core.set_seed(self.options.seed)
+        self._core.set_seed(self.seed)
 
     # ---- rows by key
 
@@ -436,7 +444,11 @@ class Table:
     def state(self) -> dict[str, Any]:
         """Rows and counters as numpy arrays and integers; `load_state` is the inverse."""
         rows = self.rows()
-        counters = {"optimizer_step": self.optimizer_step, "learning_rate": self._learning_rate}
+        counters = {
+            "optimizer_step": self.optimizer_step,
+            "learning_rate": self._learning_rate,
+            "seed": self.seed,
+        }
         if self.options.score_strategy in (ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED):
             counters["score"] = self.score
         return {
@@ -479,6 +491,8 @@ class Table:
             )
         self.optimizer_step = step
         self._learning_rate = rate
+        if "seed" in state:  # rows that are yet to come start as they would have
+            self.reseed(int(state["seed"]))
         if state.get("score"):
             self.score = int(state["score"])
         if refused:  # whatever check_mode says: these rows would be lost
