@@ -37,7 +37,8 @@ FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing)
 void Table::FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below,
                     const float* initial) {
   const FetchedRows::Row fetched = below.Find(key);
-  if (tracks_dirty()) dirty_[static_cast<size_t>(slot)] = 0;
+  // A new row is dirty: the store below has none yet.
+  if (tracks_dirty()) dirty_[static_cast<size_t>(slot)] = fetched.data == nullptr;
   if (!fetched.data) {
     InitRow(row, key, initial);
     return;

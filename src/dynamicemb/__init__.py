@@ -1,6 +1,12 @@
 """Dynamic embedding tables for TorchRec: rows for an unbounded set of ids, sharded over ranks."""
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+try:
+    import torchrec as _torchrec  # noqa: F401
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+except ImportError as _error:
+    from embstore.extras import missing as _missing
+
+    raise _missing("dynamicemb", "torchrec", _error) from _error
 
 from dynamicemb.dtypes import (
     DynamicEmbDataType,

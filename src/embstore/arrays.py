@@ -24,8 +24,9 @@ Array = Any  # numpy.ndarray or torch.Tensor
 
 def is_tensor(value: object) -> bool:
     """Whether this is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    # A module that another thread is still importing is there already, but may lack its names.
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(value, tensor)
 
 
 def address(array: npt.NDArray[Any]) -> int:

@@ -99,6 +99,12 @@ def _engine_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return (g if engine_dtype(g.dtype) is not None else g.float()).contiguous()
 
 
+def _graph_is_kept() -> bool:
+    """Whether the backward pass that runs was called with retain_graph=True."""
+    asked: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or asked()  # unknown: rows stay pinned until the graph goes
+
+
 class Batch:
     """The requests of one forward pass, and the rows that it pinned for the backward pass."""
 
@@ -111,8 +117,10 @@ class Batch:
         out: torch.Tensor | None = None,
         gradient_scale: float = 1.0,
         arrange: Arrange | None = None,
+        accumulates: bool = False,
     ) -> None:
         self.requests = requests
+        self.accumulates = accumulates
         self.arrange = arrange
         self.update = update
         self.counts = counts
@@ -198,8 +206,47 @@ class Batch:
             # Also where no gradient arrived, so that the bias correction is the same everywhere.
             for r in self.requests:
                 r.table.optimizer_step += 1
-        self.slots = []  # unpins the rows
+        if not self.accumulates or not _graph_is_kept():
+            self.slots = []  # unpins the rows
         return of_weights
+
+
+class _ReadWithWeights(torch.autograd.Function):
+    """Pooled vectors of a batch that leaves its tables alone, with gradients for the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: Batch, access: Access, *weights: torch.Tensor | None) -> Any:
+        # As they are now: a later update must not reach this gradient.
+        ctx.vectors = [
+            _vectors_of(r, access) if wanted else None
+            for r, wanted in zip(batch.requests, ctx.needs_input_grad[2:], strict=True)
+        ]
+        ctx.requests = batch.requests
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*weights)
+        return tuple(batch.forward(access))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        of_weights: list[torch.Tensor | None] = []
+        for r, w, vectors, g in zip(ctx.requests, ctx.saved_tensors, ctx.vectors, gradients, strict=True):
+            if vectors is None or g is None:
+                of_weights.append(None)
+                continue
+            lengths = r.offsets.diff()
+            bag_of = torch.repeat_interleave(torch.arange(r.bags), lengths)
+            g = g.to("cpu", torch.float32)
+            if r.pooling == Pooling.MEAN:
+                g = g / lengths.clamp(min=1).unsqueeze(1)
+            of_weights.append((g[bag_of] * vectors).sum(1).view(w.shape).to(w))
+        return None, None, *of_weights
+
+
+def _vectors_of(request: Request, access: Access) -> torch.Tensor:
+    """The vectors that a pooled request pools (n, dim)."""
+    (vectors,) = Batch([Request(request.table, request.keys, dtype=torch.float32)]).forward(access)
+    return vectors
 
 
 class _Lookup(torch.autograd.Function):
@@ -215,7 +262,11 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if not ctx.batch.slots:
-            raise RuntimeError("a batch can be backpropagated once: its rows have already been updated")
+            raise RuntimeError(
+                "a batch can be backpropagated again only after backward(retain_graph=True)"
+                if ctx.batch.accumulates
+                else "a batch can be backpropagated once: its rows have already been updated"
+            )
         weights = ctx.saved_tensors
         of_weights = ctx.batch.backward(gradients, ctx.needs_input_grad[2:])
         return (
@@ -236,8 +287,9 @@ def run(
     out: torch.Tensor | None = None,
     gradient_scale: float = 1.0,
     arrange: Arrange | None = None,
+    accumulates: bool = False,
 ) -> list[torch.Tensor]:
-    """The vectors of a batch, connected to autograd when it trains and gradients are enabled.
+    """The vectors of a batch, connected to autograd where it trains or weights want a gradient.
 
     anchor   a tensor that requires grad, so that autograd calls the backward pass
     counts   whether the backward pass is an optimizer step of every table of the batch
@@ -245,11 +297,23 @@ def run(
     out      a tensor that all requests write into, each at its positions; it is then the one result
     gradient_scale  factor of the summed gradients, such as 1 / world
     arrange  puts the gradient of `out` into the order of the requests' `gradient_positions`
+    accumulates  whether `update` may get the gradients of a batch several times (retain_graph)
     """
-    batch = Batch(requests, update, counts=counts, out=out, gradient_scale=gradient_scale, arrange=arrange)
-    if access == Access.TRAIN and torch.is_grad_enabled():
+    batch = Batch(
+        requests,
+        update,
+        counts=counts,
+        out=out,
+        gradient_scale=gradient_scale,
+        arrange=arrange,
+        accumulates=accumulates,
+    )
+    if torch.is_grad_enabled():
         inputs = weights or [None] * len(requests)
-        return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]
+        if access == Access.TRAIN:
+            return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]
+        if any(w is not None and w.requires_grad for w in inputs):
+            return list(_ReadWithWeights.apply(batch, access, *inputs))  # type: ignore[no-untyped-call]
     return batch.forward(access)
 
 

@@ -1,7 +1,7 @@
 """The device tier: rows of a table on a torch device, addressed by slots.
 
     tier = DeviceTier(table, "cuda", rows=1_000_000)
-    vectors = tier.vectors(keys, training=True)     # (n, dim) on the device, n different keys
+    vectors = tier.vectors(keys, Access.TRAIN)      # (n, dim) on the device, n different keys
     tier.update(keys, gradients)                    # the optimizer runs on the device
     tier.flush()                                    # changed rows go back to the table
 
@@ -15,6 +15,7 @@ the same code runs on every device, the CPU too. It has not been measured on a G
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from embstore.arrays import as_integer
-from embstore.batch import Pooling, Request
+from embstore.batch import Access, Pooling, Request
 from embstore.optimizers import SGD, Adagrad, Adam, AdamW, EpsPlacement, Optimizer
 from embstore.options import DType
 from embstore.slot_map import Pairs, SlotMap
@@ -70,15 +71,18 @@ class DeviceTier:
 
     # ---- a batch; the keys are different from each other, on the CPU
 
-    def vectors(self, keys: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """Vectors on the device. Without training, missing keys read 0.0 and nothing moves."""
-        if training:
+    def vectors(self, keys: torch.Tensor, access: Access) -> torch.Tensor:
+        """Vectors on the device. Unless access is TRAIN, nothing moves and missing keys read what it says."""
+        if access == Access.TRAIN:
             return self._gather(self._bring_up(keys))[:, : self.table.dim]
         slots = self._slots.find(keys, self._slots.last_time)
         out = self._gather(slots.clip(min=0))[:, : self.table.dim]
         (missing,) = np.nonzero(slots < 0)
         if len(missing):
-            below, _ = self.table.find(keys.numpy()[missing])
+            absent = keys.numpy()[missing]
+            below, found = self.table.find(absent)
+            if access == Access.READ_INITIAL:
+                below = np.where(found[:, None], below, self.table.initial_values(absent))
             out.index_copy_(0, self._place(missing), self._place(below))
         return out
 
@@ -185,9 +189,11 @@ class _Rows(torch.autograd.Function):
     """Vectors of different keys; their gradients move the rows."""
 
     @staticmethod
-    def forward(ctx: Any, tier: DeviceTier, keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.tier, ctx.keys, ctx.done = tier, keys, False
-        return tier.vectors(keys, training=True)
+    def forward(
+        ctx: Any, tier: DeviceTier, keys: torch.Tensor, anchor: torch.Tensor, moved: Callable[[], None]
+    ) -> torch.Tensor:
+        ctx.tier, ctx.keys, ctx.moved, ctx.done = tier, keys, moved, False
+        return tier.vectors(keys, Access.TRAIN)
 
     @staticmethod
     @once_differentiable
@@ -197,7 +203,8 @@ class _Rows(torch.autograd.Function):
         ctx.done = True
         ctx.tier.update(ctx.keys, gradient)
         ctx.tier.table.optimizer_step += 1
-        return None, None, None
+        ctx.moved()
+        return None, None, None, None
 
 
 def run_on_device(
@@ -205,15 +212,16 @@ def run_on_device(
     request: Request,
     weights: torch.Tensor | None,
     anchor: torch.Tensor,
-    *,
-    training: bool,
+    access: Access,
+    moved: Callable[[], None],
 ) -> torch.Tensor:
-    """What `batch.run` gives for one request, made on the device of the tier."""
+    """What `batch.run` gives for one request, made on the device of the tier; `moved` is called once the rows
+    have been updated."""
     keys, inverse = torch.unique(request.keys, return_inverse=True)
-    if training and torch.is_grad_enabled():
-        rows = _Rows.apply(tier, keys, anchor)  # type: ignore[no-untyped-call]
+    if access == Access.TRAIN and torch.is_grad_enabled():
+        rows = _Rows.apply(tier, keys, anchor, moved)  # type: ignore[no-untyped-call]
     else:
-        rows = tier.vectors(keys, training=training)
+        rows = tier.vectors(keys, access)
     vectors: torch.Tensor = rows.index_select(0, inverse.to(tier.device))
     if request.pooling == Pooling.NONE:
         return vectors

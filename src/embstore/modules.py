@@ -11,75 +11,66 @@ device of the module (see embstore.device_tier).
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
-from embstore import _core
+from embstore.extras import missing
+
+try:
+    import torch
+except ImportError as error:
+    raise missing("a module of embstore", "torch", error) from error
+
+from embstore.arrays import engine_dtype
 from embstore.batch import Access, Pooling, Request, Update, as_key_tensor, as_offsets, as_weights, run
 from embstore.batch import update_rows as update_now
 from embstore.device_tier import DeviceTier, run_on_device
 from embstore.options import TableOptions
+from embstore.row_module import MARK, Gradients, PendingGradients, RowModule
 from embstore.table import Table
 
 
-class PendingGradients:
-    """Gradients that wait for `step`: "accumulate now, step later".
+class TableModule(RowModule):
+    """Base of the modules: some tables, trained in backward or by a step.
 
-    Rows with pending gradients stay pinned, so that none is evicted before its update.
+    update_in_backward  False: gradients wait for `step`, or for the step of a torch optimizer that holds the
+                        parameters of the module; a GradScaler and clip_grad_norm_ then reach the rows
+    max_norm            as clip_grad_norm_ over the rows of this module: gradients with a larger norm are
+                        scaled down to it before each update
+    device_rows         > 0: this many rows of each table are kept on the device of the module
+                        (`.to(device)`, the CPU at first), where lookups and updates run; `flush` writes them
+                        back to the tables
+
+    `requires_grad_(False)` freezes it: nothing is inserted or updated, and a missing id reads the vector that
+    it would start with.
     """
 
-    def __init__(self) -> None:
-        self._pending: dict[str, list[tuple[Table, Any, Any, _core.SlotList]]] = {}
-
-    def add(self, gradients: Sequence[tuple[Table, _core.GradientRequest, _core.SlotList]]) -> None:
-        for table, request, slots in gradients:
-            keys, sums = _core.reduce_gradients(request)
-            self._pending.setdefault(table.name, []).append((table, keys, sums, slots))
-
-    def step(self, tables: Sequence[Table], *, scale: float = 1.0, keep: bool = False) -> None:
-        """One update of every table with the sum of its pending gradients, times `scale`. They are dropped
-        by that, or kept until `clear` as torch keeps those of parameters until zero_grad."""
-        pending = self._pending
-        if not keep:
-            self._pending = {}
-        for table in tables:
-            parts = pending.get(table.name)
-            if parts:
-                keys = np.concatenate([keys for _, keys, _, _ in parts])
-                sums = np.concatenate([sums for _, _, sums, _ in parts])
-                table.apply_gradients(keys, sums if scale == 1.0 else sums * np.float32(scale))
-            else:
-                table.optimizer_step += 1
-
-    def clear(self) -> None:
-        self._pending = {}
-
-    def __len__(self) -> int:
-        return sum(len(parts) for parts in self._pending.values())
-
-
-class TableModule(nn.Module):
-    """Base of the modules: some tables, trained in backward or by `step`.
-
-    device_rows  > 0: this many rows of each table are kept on the device of the module (`.to(device)`, the
-                 CPU at first), where lookups and updates run; `flush` writes them back to the tables
-    """
-
-    def __init__(self, tables: Sequence[Table], *, update_in_backward: bool, device_rows: int = 0) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        update_in_backward: bool = True,
+        max_norm: float | None = None,
+        device_rows: int = 0,
+    ) -> None:
         super().__init__()
         if device_rows and not update_in_backward:
             raise ValueError("update_in_backward should be True with device_rows but is: False")
+        if max_norm is not None and not 0 < max_norm < math.inf:
+            raise ValueError(f"max_norm should be a number above 0 or None but is: {max_norm!r}")
+        if device_rows and max_norm is not None:
+            raise ValueError(f"max_norm should be None with device_rows but is: {max_norm!r}")
         self._tables = {table.name: table for table in tables}
         if len(self._tables) != len(tables):
             raise ValueError(f"names of tables should differ but are: {[t.name for t in tables]}")
         self.update_in_backward = update_in_backward
-        self._pending = PendingGradients()
-        # Not a parameter: it holds nothing, it only makes autograd call the backward pass.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.max_norm = max_norm
+        self._told_of_clipping = False
         self.device_rows = device_rows
         self._tiers: dict[str, DeviceTier] = {}
         self._move(torch.device("cpu"))
@@ -92,8 +83,9 @@ class TableModule(nn.Module):
         self._tiers = tiers
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TableModule:
-        self._move(fn(torch.empty(0)).device)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for tier in list(self._tiers.values())[:1]:
+            self._move(fn(torch.empty(0, device=tier.device)).device)  # `.float()` leaves it there
+        super()._apply(fn, recurse)
         return self
 
     def flush(self) -> None:
@@ -108,31 +100,100 @@ class TableModule(nn.Module):
 
     def _run(self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         if self._tiers:
+            tiers = [self._tiers[request.table.name] for request in requests]
             return [
-                run_on_device(self._tiers[r.table.name], r, w, self._anchor, training=self.training)
-                for r, w in zip(requests, weights, strict=True)
+                self._in_dtype(run_on_device(tier, r, w, self.shadow, self._access, self._mark))
+                for tier, r, w in zip(tiers, requests, weights, strict=True)
             ]
-        access = Access.TRAIN if self.training else Access.READ_ZERO
-        update: Update = update_now if self.update_in_backward else self._pending.add
-        return run(
+        for request in requests:
+            if self._output_dtype is not None and engine_dtype(self._output_dtype) is not None:
+                request.dtype = self._output_dtype
+        outputs = run(
             requests,
-            access=access,
-            anchor=self._anchor,
-            update=update,
-            counts=self.update_in_backward,
+            access=self._access,
+            anchor=self.shadow,
+            update=self._update_of(requests),
+            counts=self.update_in_backward and self.max_norm is None,
             weights=weights,
+            accumulates=not self.update_in_backward,
         )
+        return [self._in_dtype(out) for out in outputs]
 
-    def step(self) -> None:
-        """Applies the gradients that backward left pending (update_in_backward=False)."""
+    @property
+    def _access(self) -> Access:
+        if self.training:
+            return Access.TRAIN if self.shadow.requires_grad else Access.READ_INITIAL
+        return Access.READ_ZERO
+
+    # ---- updates
+
+    def _update_of(self, requests: Sequence[Request]) -> Update:
+        if not self.update_in_backward:
+            return self._keep_gradients
+        tables = [request.table for request in requests]
+
+        def update(gradients: Gradients) -> None:
+            if self.max_norm is None:
+                update_now(gradients)
+            else:
+                batch = PendingGradients()
+                batch.add(gradients)
+                batch.apply(tables, _clip(self.max_norm, math.sqrt(batch.measure()[0])))
+            self._mark()
+
+        return update
+
+    def _mark(self) -> None:
+        """Rows have moved: `before_step` sees by the mark whether their gradients were scaled too late."""
+        self.shadow.grad = self.shadow.new_tensor([0.0, 0.0, MARK])
+
+    def before_step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        if not self.update_in_backward or self.shadow.grad is None or not self.shadow.grad.any():
+            return
+        factor, _ = self._changes()
+        scale = getattr(optimizer, "grad_scale", None)  # a GradScaler leaves scaling to a fused optimizer
+        if scale is not None:
+            factor /= float(scale)
+        if factor == 1.0:
+            return
+        if math.frexp(factor)[0] == 0.5:  # a power of two, as of a GradScaler
+            raise RuntimeError(
+                f"the rows of tables {list(self._tables)} have moved in backward, by gradients that are now "
+                f"scaled by {factor}: make the module with update_in_backward=False to use a GradScaler"
+            )
+        if self.max_norm is None and not self._told_of_clipping:
+            self._told_of_clipping = True
+            warnings.warn(
+                f"the rows of tables {list(self._tables)} have moved in backward, before gradients were "
+                "clipped: make the module with max_norm=..., or with update_in_backward=False",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def after_step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        if not self.update_in_backward:
+            self.step()
+
+    def step(self, scale: float | None = None) -> bool:
+        """Applies the gradients that backward left pending (update_in_backward=False), times `scale`, such as
+        1 / scaler.get_scale(). With a scale, gradients that are not finite are dropped and the step is
+        skipped; returns whether it was made."""
         if self.update_in_backward:
             raise RuntimeError("step should not be called: this module updates its rows in backward")
-        self._pending.step(list(self._tables.values()))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops pending gradients, beside those of parameters."""
+        self._drop_zeroed()
+        if not len(self._pending):
+            return True
+        self._pending.change(*self._changes())
+        if scale is not None:
+            self._pending.change(scale, None)
+        squares = 0.0 if scale is None and self.max_norm is None else self._pending.measure()[0]
+        finite = scale is None or math.isfinite(squares)
+        if finite:
+            factor = 1.0 if self.max_norm is None else _clip(self.max_norm, math.sqrt(squares))
+            self._pending.apply(list(self._tables.values()), factor)
         self._pending.clear()
-        super().zero_grad(set_to_none)
+        self.shadow.grad = None
+        return finite
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """For all tables, from the next update on."""
@@ -163,15 +224,27 @@ class TableModule(nn.Module):
         if len(self._pending):
             raise RuntimeError("a module with pending gradients cannot be copied: call step or zero_grad")
         self.flush()
-        return {**self.__dict__, "_anchor": None, "_tiers": {}}
+        return {**self.__dict__, "_tiers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._anchor = torch.zeros((), requires_grad=True)
+        super().__setstate__(state)
         self._move(torch.device("cpu"))
 
     def extra_repr(self) -> str:
         return "\n".join(repr(table) for table in self._tables.values())
+
+
+def _clip(max_norm: float, norm: float) -> float:
+    """The factor of clip_grad_norm_."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def _new_table(options: TableOptions) -> Table:
+    """A table of a module. Without a seed it gets one from torch's generator, so that modules start
+    differently and torch.manual_seed governs them."""
+    if options.seed is None:
+        options = replace(options, seed=int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64)))
+    return Table(options)
 
 
 class _SingleTable(TableModule):
@@ -182,16 +255,19 @@ class _SingleTable(TableModule):
         name: str = "embedding",
         table: Table | None = None,
         update_in_backward: bool = True,
+        max_norm: float | None = None,
         device_rows: int = 0,
         **options: Any,
     ) -> None:
         if table is None:
             if dim is None:
                 raise ValueError("dim should be given unless a table is")
-            table = Table(name, dim=dim, **options)
+            table = _new_table(TableOptions(name=name, dim=dim, **options))
         elif dim is not None or options:
             raise ValueError("table should come without dim and table options")
-        super().__init__([table], update_in_backward=update_in_backward, device_rows=device_rows)
+        super().__init__(
+            [table], update_in_backward=update_in_backward, max_norm=max_norm, device_rows=device_rows
+        )
 
     @property
     def table(self) -> Table:
@@ -270,10 +346,13 @@ class TableCollection(TableModule):
         features: Mapping[str, str] | None = None,
         *,
         update_in_backward: bool = True,
+        max_norm: float | None = None,
         device_rows: int = 0,
     ) -> None:
-        made = [t if isinstance(t, Table) else Table(t) for t in tables]
-        super().__init__(made, update_in_backward=update_in_backward, device_rows=device_rows)
+        made = [t if isinstance(t, Table) else _new_table(t) for t in tables]
+        super().__init__(
+            made, update_in_backward=update_in_backward, max_norm=max_norm, device_rows=device_rows
+        )
         self.features = dict(features) if features is not None else {name: name for name in self._tables}
         for feature, name in self.features.items():
             if name not in self._tables:

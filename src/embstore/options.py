@@ -72,7 +72,7 @@ class TableOptions:
     bucket_capacity        rows of a bucket, a multiple of 16
     max_load_factor        the table doubles beyond this fraction of its capacity
     score_strategy         "timestamp", "step", "customized", "lfu" or "no_eviction"
-    seed                   of the initial values
+    seed                   of the initial values. None: 0 in a Table, drawn from torch's generator in a module
     check_mode             "error", "warning" or "ignore"
     eviction_log           "off", "keys" or "rows"
     eviction_log_capacity  entries of the log; the oldest give way and are counted
@@ -90,7 +90,7 @@ class TableOptions:
     bucket_capacity: int = 128
     max_load_factor: float = 0.75
     score_strategy: ScoreStrategy = ScoreStrategy.TIMESTAMP
-    seed: int = 0
+    seed: int | None = None
     check_mode: CheckMode = CheckMode.IGNORE
     eviction_log: EvictionLog = EvictionLog.OFF
     eviction_log_capacity: int = 1 << 20
@@ -113,6 +113,8 @@ class TableOptions:
         )
         for name in integers:
             value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"{name} should be an integer but is: {value!r}")
             put(name, value.__index__())
@@ -131,7 +133,8 @@ class TableOptions:
         put("score_strategy", _as_enum(ScoreStrategy, "score_strategy", self.score_strategy))
         put("check_mode", _as_enum(CheckMode, "check_mode", self.check_mode))
         put("eviction_log", _as_enum(EvictionLog, "eviction_log", self.eviction_log))
-        put("seed", self.seed & 0xFFFF_FFFF_FFFF_FFFF)
+        if self.seed is not None:
+            put("seed", self.seed & 0xFFFF_FFFF_FFFF_FFFF)
         # init_capacity has a default, so a small max_capacity alone must be enough.
         put("init_capacity", min(self.init_capacity, max(self.max_capacity, 0)))
         if not 0 <= self.admission_threshold <= 255:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from embstore import _core
 from embstore.arrays import address
+from embstore.extras import missing
 from embstore.redis_rows import RowBatch
 from embstore.redis_url import RedisUrl
 
@@ -51,7 +52,7 @@ class RedisServer:
             import hiredis
             import redis
         except ImportError as error:
-            raise ImportError("Redis stores need redis and hiredis: pip install 'embstore[redis]'") from error
+            raise missing("a Redis store", "redis", error) from error
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 

@@ -85,6 +85,8 @@ class Table:
             options = TableOptions(name=options, **keywords)
         elif keywords:
             options = replace(options, **keywords)
+        if options.seed is None:
+            options = replace(options, seed=0)
         self.options = options
         self.store = store
         self._store_handle = None if store is None else store.handle()
@@ -106,7 +108,7 @@ class Table:
             initializer=options.initializer.code,
             initializer_values=options.initializer.values(),
             score_strategy=int(options.score_strategy),
-            seed=options.seed,
+            seed=self.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
             admission_threshold=options.admission_threshold,
@@ -122,6 +124,12 @@ class Table:
     @property
     def dim(self) -> int:
         return self.options.dim
+
+    @property
+    def seed(self) -> int:
+        """Of the initial values."""
+        assert self.options.seed is not None
+        return self.options.seed
 
     @property
     def state_width(self) -> int:
@@ -184,7 +192,7 @@ class Table:
     def reseed(self, seed: int) -> None:
         """Rows that are yet to come start as they would in a table with this seed."""
         self.options = replace(self.options, seed=seed)
-        self._core.set_seed(self.options.seed)
+        self._core.set_seed(self.seed)
 
     # ---- rows by key
 
@@ -445,7 +453,7 @@ class Table:
         counters: dict[str, Any] = {
             "optimizer_step": self.optimizer_step,
             "learning_rate": self._learning_rate,
-            "seed": self.options.seed,
+            "seed": self.seed,
         }
         admission = self.admission_counters()
         if admission is not None:
@@ -467,7 +475,8 @@ class Table:
         states = as_floats(state["states"], (keys.n, self.state_width), "states")
         scores = as_scores(np.asarray(state["scores"]).view(np.uint64), keys.n)
         step, rate = int(state["optimizer_step"]), float(state["learning_rate"])
-        seed = replace(self.options, seed=int(state.get("seed", self.options.seed))).seed
+        seed = int(state.get("seed", self.seed))
+        replace(self.options, seed=seed)  # raises when it is no seed, before anything changes
         len(self)  # raises when closed
         max_capacity = self.stats().max_capacity
         if self.store is None and keys.n > max_capacity:

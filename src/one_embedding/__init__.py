@@ -17,6 +17,13 @@
 Rows that a batch touched move when the optimizer steps; the rest of the table is where the options say.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as _error:
+    from embstore.extras import missing as _missing
+
+    raise _missing("one_embedding", "torch", _error) from _error
+
 from one_embedding.embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
 from one_embedding.optimizer import Ftrl, Optimizer, SmartDecayAdam
 from one_embedding.options import (

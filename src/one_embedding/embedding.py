@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import weakref
@@ -12,21 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
 
 import embstore
 from embstore.batch import Access, Request, run
 from embstore.initializers import initial_values
-from embstore.modules import PendingGradients
+from embstore.row_module import RowModule
 from embstore.stores import SsdStore
-from one_embedding.optimizer import Rule, watch
+from one_embedding.optimizer import Rule, rule_of
 from one_embedding.options import Options, StoreOptions, initializer_from, make_normal_initializer
-from one_embedding.persistent_table import make_persistent_table_reader
+from one_embedding.persistent_table import as_numpy_dtype, make_persistent_table_reader
 from one_embedding.ranks import Ranks
-
-# What the shadow has for a gradient while gradients of rows are pending. Its square is 0 in float32, so it
-# adds nothing to a norm; who scales gradients (a GradScaler, clipping) scales it too and thereby the rows'.
-_PENDING = 2.0**-100
 
 # Initial values depend on the seed, the id and the column alone, not on the name of an embedding.
 _STREAM = "one_embedding"
@@ -34,13 +31,13 @@ _STREAM = "one_embedding"
 _names: weakref.WeakValueDictionary[str, MultiTableMultiColumnEmbedding] = weakref.WeakValueDictionary()
 
 
-class MultiTableMultiColumnEmbedding(nn.Module):
+class MultiTableMultiColumnEmbedding(RowModule):
     """Vectors of ids of several tables that share one space of ids; a vector may consist of columns.
 
-    name                 one of its own in the process
+    name                 unique in the process
     embedding_dim        components of a vector, or those of each column
     dtype                torch.float32
-    key_type             torch.int64 or torch.int32: the dtype of ids
+    key_type             torch.int64 or torch.int32: the dtype of ids. Dtypes may be of numpy, or names
     tables               from make_table_options; they choose the initializer of an id. None: one table
     store_options        from one of the make_*_store_options
     default_initializer  for tables=None; normal with std 0.05 when not given
@@ -68,14 +65,16 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         if not isinstance(name, str) or not name:
             raise ValueError(f"name should be a non-empty string but is: {name!r}")
         if name in _names:
-            raise ValueError(f"name should be one of its own in a process but there is another: {name!r}")
-        if dtype != torch.float32:
+            raise ValueError(f"an embedding named {name!r} already exists in this process")
+        if as_numpy_dtype(dtype, "dtype") != np.float32:
             raise ValueError(f"dtype should be torch.float32 but is: {dtype}")
-        if key_type not in (torch.int64, torch.int32):
+        kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+        torch_key_type = kinds.get(as_numpy_dtype(key_type, "key_type"))
+        if torch_key_type is None:
             raise ValueError(f"key_type should be torch.int64 or torch.int32 but is: {key_type}")
         if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
             raise ValueError(f"padding_idx should be an integer or None but is: {padding_idx!r}")
-        self.name, self.key_type, self.padding_idx, self.seed = name, key_type, padding_idx, seed
+        self.name, self.key_type, self.padding_idx, self.seed = name, torch_key_type, padding_idx, seed
         self.columns = _columns(embedding_dim)
         self.embedding_dim = sum(self.columns)
         self._initializers = _initializers(tables, default_initializer, len(self.columns))
@@ -88,13 +87,11 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             )
         self._ranks = Ranks()
         self._table = self._ranks.together(self._open, "opening the store")
-        self._capacity = self._rank_capacity()
+        # All rows of a cached SSD store fit; its capacity is a hint.
+        self._capacity = self._rank_share() if self._options.cache_budget_bytes is None else None
         self._rows_at_most = 0  # rows that there may be now
-        self._pending = PendingGradients()
         self._steps = 0
-        self.shadow = nn.Parameter(torch.zeros(1))
         _names[name] = self
-        watch(self)
 
     # ---- the store
 
@@ -124,7 +121,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             sizes: dict[str, Any] = {"score_strategy": "no_eviction"}
         else:
             sizes = {"max_capacity": max(128, budget // row_bytes)}
-        return embstore.Table(
+        table = embstore.Table(
             _STREAM,
             dim=self.embedding_dim,
             optimizer=optimizer,
@@ -134,6 +131,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             store=store,
             **sizes,
         )
+        with contextlib.suppress(MemoryError):  # only to grow less often later
+            table.reserve(min(self._rank_share() or 0, table.stats().max_capacity))
+        return table
 
     def _floats_for(self, optimizer: embstore.Optimizer) -> int:
         states = optimizer.state_names(self.embedding_dim)
@@ -151,7 +151,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """The rows of this rank."""
         return self._table
 
-    def _rank_capacity(self) -> int | None:
+    def _rank_share(self) -> int | None:
+        """How many rows of the capacity this rank may get."""
         capacity, world = self._options.capacity, self._ranks.world
         if capacity is None or world == 1:
             return capacity
@@ -198,7 +199,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         if stored is not None:
             whole = vectors.new_zeros(ids.numel(), self.embedding_dim)
             vectors = whole.masked_scatter(stored.unsqueeze(1), vectors)
-        return vectors.view(*ids.shape, self.embedding_dim).to(ids.device)
+        return self._in_dtype(vectors.view(*ids.shape, self.embedding_dim).to(ids.device))
 
     def _checked(
         self, ids: torch.Tensor, table_ids: torch.Tensor | None
@@ -237,11 +238,16 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def _answer(self, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """Vectors of ids that this rank owns."""
         keys = keys.contiguous()
-        if self.training:
+        if self.trains:
             self._require_room(keys)
-        access = Access.TRAIN if self.training else Access.READ_INITIAL
-        request = Request(self._table, keys, initial=self._initial(keys, tables))
-        (vectors,) = run([request], access=access, anchor=self.shadow, update=self._keep_gradients)
+        (vectors,) = run(
+            [Request(self._table, keys, initial=self._initial(keys, tables))],
+            access=Access.TRAIN if self.trains else Access.READ_INITIAL,
+            anchor=self.shadow,
+            update=self._keep_gradients,
+            counts=False,
+            accumulates=True,
+        )
         return vectors
 
     def _initial(self, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor | None:
@@ -271,21 +277,15 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     # ---- gradients
 
-    def _keep_gradients(self, gradients: Any) -> None:
-        self._drop_zeroed()
-        self._pending.add(gradients)
-        if self.shadow.grad is None or not self.shadow.grad.any():
-            self.shadow.grad = torch.full_like(self.shadow, _PENDING)
-
-    def _drop_zeroed(self) -> None:
-        """`zero_grad` of an optimizer reaches the shadow alone: what is pending goes with its gradient."""
-        if self.shadow.grad is None or not self.shadow.grad.any():
-            self._pending.clear()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of rows that no step has used yet."""
-        super().zero_grad(set_to_none)
-        self._pending.clear()
+    def _over_ranks(self, squares: float, largest: float) -> tuple[float, float]:
+        ranks = self._ranks
+        if ranks.world == 1:
+            return squares, largest
+        # So that every rank clips, or skips a step, alike.
+        measures = torch.zeros(ranks.world, 2, dtype=torch.float64)
+        measures[ranks.rank] = torch.tensor([squares, largest], dtype=torch.float64)
+        dist.all_reduce(measures, group=ranks.group)
+        return float(measures[:, 0].sum()), float(measures[:, 1].max())
 
     def check_rule(self, rule: Rule) -> None:
         """Raises when rows have no room, or too much, for the state of this optimizer."""
@@ -300,20 +300,27 @@ class MultiTableMultiColumnEmbedding(nn.Module):
                 f"but its rows have {self._row_floats} floats"
             )
 
-    def apply_rule(self, rule_of: Callable[[int], Rule]) -> None:
-        """One step of the rows that have gradients; rule_of(steps so far) makes it."""
-        self._ranks.together(lambda: self._apply(rule_of), "an optimizer step")
+    def before_step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        self.check_rule(rule_of(optimizer, group, {}, 0))
 
-    def _apply(self, rule_of: Callable[[int], Rule]) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        state = optimizer.state.get(self.shadow, {})
+        self._ranks.together(
+            lambda: self._step_rows(lambda steps: rule_of(optimizer, group, state, steps)),
+            "an optimizer step",
+        )
+
+    def _step_rows(self, rule_at: Callable[[int], Rule]) -> None:
+        """One step of the rows that have gradients; rule_at(steps so far) makes it."""
         self._drop_zeroed()
         if self.shadow.grad is None:
             return
-        rule = rule_of(self._steps)
+        rule = rule_at(self._steps)
         self._steps += 1
         self._table.set_optimizer(rule.optimizer)
         self._table.optimizer_step = rule.step - 1
-        scale = float(self.shadow.grad) / _PENDING
-        self._pending.step([self._table], scale=rule.scale * scale, keep=True)
+        factor, bound = self._changes()
+        self._pending.apply([self._table], rule.scale * factor, bound)  # kept until zero_grad, as torch does
 
     # ---- snapshots
 
@@ -372,7 +379,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def close(self) -> None:
-        """Gives the directory and the name free. Only snapshots stay."""
+        """Releases the directory and the name. Only snapshots stay."""
         self._pending.clear()
         store = self.store
         self._table.close()
@@ -385,13 +392,34 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
-    """Vectors of ids of several tables that share one space of ids. The arguments are those of
-    MultiTableMultiColumnEmbedding, with one embedding_dim."""
+    """Vectors of ids of several tables that share one space of ids. MultiTableMultiColumnEmbedding explains
+    the arguments; here a vector is one column."""
 
-    def __init__(self, name: str, embedding_dim: int, *arguments: Any, **keywords: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int,
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[Options] | None,
+        store_options: Options,
+        default_initializer: Options | None = None,
+        padding_idx: int | None = None,
+        seed: int = 0,
+    ) -> None:
         if isinstance(embedding_dim, bool) or not isinstance(embedding_dim, int):
             raise ValueError(f"embedding_dim should be an integer but is: {embedding_dim!r}")
-        super().__init__(name, embedding_dim, *arguments, **keywords)
+        super().__init__(
+            name,
+            embedding_dim,
+            dtype,
+            key_type,
+            tables,
+            store_options,
+            default_initializer,
+            padding_idx,
+            seed,
+        )
 
 
 def _rank_folder(rank: int, world: int) -> str:

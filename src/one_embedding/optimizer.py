@@ -1,36 +1,24 @@
 """Training with plain torch optimizers: rows move when an optimizer that holds the embedding steps.
 
-An embedding has one parameter, its shadow, which stands for all rows. Global hooks of torch.optim look for
-shadows in every optimizer that steps, translate the rule and the numbers of its param group, and let embstore
-update the rows that have gradients. So learning-rate schedulers and gradient scalers work as usual.
+embstore.row_module tells an embedding when such an optimizer steps. Here the optimizer's rule and the numbers
+of its param group become an optimizer of embstore, so learning-rate schedulers work as usual.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 import embstore
+from embstore.row_module import held_by, is_shadow
 
 if TYPE_CHECKING:
     from one_embedding.embedding import MultiTableMultiColumnEmbedding
 
 Group = dict[str, Any]
-
-_embeddings: weakref.WeakValueDictionary[int, MultiTableMultiColumnEmbedding] = weakref.WeakValueDictionary()
-
-
-def watch(embedding: MultiTableMultiColumnEmbedding) -> None:
-    """From now on optimizers that hold the shadow of this embedding train its rows."""
-    _embeddings[id(embedding.shadow)] = embedding
 
 
 class SmartDecayAdam(torch.optim.Adam):
@@ -86,7 +74,7 @@ class Ftrl(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in _embeddings:
+                if parameter.grad is not None and not is_shadow(parameter):
                     self._step_dense(parameter, group)
         return loss
 
@@ -198,45 +186,22 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Group, state: dict[str, Any
     return maker(group, state, steps_before)
 
 
-def _held(
-    optimizer: torch.optim.Optimizer,
-) -> Iterator[tuple[MultiTableMultiColumnEmbedding, Group]]:
-    if not _embeddings:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            embedding = _embeddings.get(id(parameter))
-            if embedding is not None and embedding.shadow is parameter:
-                yield embedding, group
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer that trains embeddings too, for embeddings whose parameters it does not hold yet.
 
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Before anything moves: a wrong optimizer must not leave dense parameters a step ahead of the rows.
-    for embedding, group in _held(optimizer):
-        embedding.check_rule(rule_of(optimizer, group, {}, 0))
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for embedding, group in _held(optimizer):
-        state = optimizer.state.get(embedding.shadow, {})
-        embedding.apply_rule(lambda steps, g=group, s=state: rule_of(optimizer, g, s, steps))
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
-
-
-class Optimizer:
-    """Steps an optimizer and embeddings together, for embeddings whose parameters it does not hold.
-
-    Their rows follow the first param group. Embeddings that the optimizer holds need no wrapper.
+    They join its first param group. A GradScaler, clipping and LR schedulers work with it as with the
+    optimizer itself. Embeddings that the optimizer holds need no wrapper.
     """
+
+    # The wrapped one does not see what a GradScaler tells this object, so gradients come unscaled.
+    _step_supports_amp_scaling = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, embeddings: Sequence[MultiTableMultiColumnEmbedding]
     ) -> None:
         from one_embedding.embedding import MultiTableMultiColumnEmbedding
 
+        # Not super().__init__: params, state and hooks are those of the wrapped optimizer.
         rule_of(optimizer, optimizer.param_groups[0], {}, 0)
         for embedding in embeddings:
             if not isinstance(embedding, MultiTableMultiColumnEmbedding):
@@ -245,34 +210,28 @@ class Optimizer:
                 )
         self.optimizer = optimizer
         self.embeddings = list(embeddings)
+        held = {id(module) for module, _ in held_by(optimizer)}
+        params = optimizer.param_groups[0]["params"]
+        params.extend(embedding.shadow for embedding in self.embeddings if id(embedding) not in held)
 
-    @property
-    def param_groups(self) -> list[Group]:
-        return self.optimizer.param_groups
-
-    def _others(self) -> Iterable[MultiTableMultiColumnEmbedding]:
-        held = {id(embedding) for embedding, _ in _held(self.optimizer)}
-        return [embedding for embedding in self.embeddings if id(embedding) not in held]
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not yet there
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer and of all rows that have gradients."""
-        group = self.optimizer.param_groups[0]
-        others = self._others()
-        for embedding in others:
-            embedding.check_rule(rule_of(self.optimizer, group, {}, 0))
-        loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        for embedding in others:
-            embedding.apply_rule(lambda steps: rule_of(self.optimizer, group, {}, steps))
-        return loss
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, those of rows too."""
         self.optimizer.zero_grad(set_to_none)
-        for embedding in self._others():
-            embedding.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: Group) -> None:
+        self.optimizer.add_param_group(param_group)

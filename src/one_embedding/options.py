@@ -113,7 +113,8 @@ def make_cached_ssd_store_options(
     physical_block_size: int = 4096,
     host_cache_budget_mb: int = 0,
 ) -> Options:
-    """Rows in files under persistent_path, with a cache in memory of both budgets together."""
+    """Rows in files under persistent_path, with a cache in memory of both budgets together. `capacity`, the
+    expected number of rows, is a hint: the store grows beyond it."""
     _integer("cache_budget_mb", cache_budget_mb, 0)
     _integer("host_cache_budget_mb", host_cache_budget_mb, 0)
     if cache_budget_mb + host_cache_budget_mb == 0:

@@ -1,6 +1,6 @@
 """Persistent tables outside of training: rows of snapshots in and out of directories.
 
-kinds = (np.int64, np.float32, storage_dim)
+kinds = (torch.int64, torch.float32, storage_dim)  # dtypes of torch or numpy, or their names
 with make_persistent_table_reader([old_0, old_1], "epoch-3", *kinds) as reader:
     with make_persistent_table_writer([new_0], "epoch-3", *kinds) as writer:
         for keys, values in reader:
@@ -14,11 +14,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from embstore import Ownership, owner
 from embstore.stores import SsdStore
 
 BLOCK_ROWS = 65536
+
+
+def as_numpy_dtype(dtype: Any, name: str) -> np.dtype[Any]:
+    """The numpy dtype of a dtype of torch or numpy, or of its name."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"{name} should be a dtype of torch or numpy, or its name, but is: {dtype!r}"
+        ) from None
 
 
 class _PersistentTable:
@@ -32,7 +45,8 @@ class _PersistentTable:
         physical_block_size: int,
         create: bool,
     ) -> None:
-        self.key_type, self.value_type = np.dtype(key_type), np.dtype(value_type)
+        self.key_type = as_numpy_dtype(key_type, "key_type")
+        self.value_type = as_numpy_dtype(value_type, "value_type")
         if self.key_type not in (np.dtype(np.int64), np.dtype(np.int32)):
             raise ValueError(f"key_type should be int64 or int32 but is: {self.key_type}")
         if self.value_type != np.dtype(np.float32):
@@ -93,7 +107,7 @@ class PersistentTableReader(_PersistentTable):
         return next(self._blocks)
 
     def close(self) -> None:
-        """Gives the directories free."""
+        """Releases the directories."""
         self._blocks.close()  # type: ignore[attr-defined]
         self._close_stores()
 
@@ -129,7 +143,7 @@ class PersistentTableWriter(_PersistentTable):
                 store.put(keys[mine], values[mine])
 
     def close(self) -> None:
-        """Saves the snapshot and gives the directories free."""
+        """Saves the snapshot and releases the directories."""
         try:
             for store in self.stores:
                 store.snapshot(self.snapshot_name)

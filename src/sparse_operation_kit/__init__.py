@@ -12,7 +12,9 @@ Rows live in host memory, in tables that grow with their keys; docs/sparse_opera
 try:
     import tensorflow as _tf
 except ImportError as _error:
-    raise ImportError("sparse_operation_kit needs TensorFlow: pip install tensorflow-cpu") from _error
+    from embstore.extras import missing as _missing
+
+    raise _missing("sparse_operation_kit", "tensorflow", _error) from _error
 
 from sparse_operation_kit.communication import init, set_comm_tool
 from sparse_operation_kit.dump import dump, incremental_model_dump, load

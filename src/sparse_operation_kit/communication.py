@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from embstore.extras import missing
 from embstore.process_groups import GlooGroup
 
 TOOLS = ("horovod", "torch", "single")
@@ -50,7 +51,7 @@ class Torch(Single):
             import torch
             import torch.distributed as dist
         except ImportError as error:
-            raise ImportError("comm_tool='torch' needs torch: pip install torch") from error
+            raise missing("comm_tool='torch'", "torch", error) from error
         self._torch, self._dist = torch, dist
         if not dist.is_initialized():
             dist.init_process_group("gloo", init_method="env://")
@@ -138,8 +139,9 @@ def init(comm_tool: str | None = None, use_legacy_optimizer: bool = True) -> Non
 
 
 def _detect() -> str:
-    hvd: Any = sys.modules.get("horovod.tensorflow")
-    if hvd is not None and hvd.is_initialized():
+    # The name is missing while another thread imports horovod.
+    is_initialized = getattr(sys.modules.get("horovod.tensorflow"), "is_initialized", None)
+    if is_initialized is not None and is_initialized():
         return "horovod"
     return "torch" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "single"
 

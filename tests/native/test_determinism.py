@@ -20,6 +20,7 @@ def train(threads, dtype, optimizer, strategy):
         embstore.TableOptions(
             name=f"t{t}", dim=dim, dtype=dtype, optimizer=optimizer, initializer=embstore.Normal(0, 1),
             init_capacity=256, max_capacity=max_capacity, score_strategy=strategy, eviction_log="keys",
+            seed=t,
         )
         for t, (dim, max_capacity) in enumerate([(5, 2048), (32, 1 << 16), (1, 256)])
     ]  # fmt: skip

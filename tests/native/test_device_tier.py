@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import embstore
+from embstore.batch import Access
 from embstore.device_tier import DeviceTier
 
 OPTIMIZERS = [
@@ -46,8 +47,8 @@ def train(modules, batches, call):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
 def test_rows_that_come_and_go_are_trained_as_those_of_a_table(optimizer):
     generator = torch.Generator().manual_seed(0)
-    module = embstore.Embedding(7, optimizer=optimizer, device_rows=97)
-    oracle = embstore.Embedding(7, optimizer=optimizer)
+    module = embstore.Embedding(7, optimizer=optimizer, seed=1, device_rows=97)
+    oracle = embstore.Embedding(7, optimizer=optimizer, seed=1)
     batches = [torch.randint(-500, 500, (3, 23), generator=generator) for _ in range(40)]
     train([module, oracle], batches, lambda m, ids: m(ids))
     assert_same_rows(module, oracle)
@@ -58,8 +59,8 @@ def test_rows_that_come_and_go_are_trained_as_those_of_a_table(optimizer):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bags_and_the_gradients_of_their_weights_are_those_of_a_table(mode, weighted):
     generator = torch.Generator().manual_seed(1)
-    module = embstore.EmbeddingBag(5, mode=mode, optimizer=embstore.Adam(lr=0.1), device_rows=64)
-    oracle = embstore.EmbeddingBag(5, mode=mode, optimizer=embstore.Adam(lr=0.1))
+    module = embstore.EmbeddingBag(5, mode=mode, seed=1, optimizer=embstore.Adam(lr=0.1), device_rows=64)
+    oracle = embstore.EmbeddingBag(5, mode=mode, seed=1, optimizer=embstore.Adam(lr=0.1))
     offsets = torch.tensor([0, 0, 4, 4, 11, 20])  # empty bags too
     of_weights = {module: [], oracle: []}
 
@@ -83,8 +84,8 @@ def test_bags_and_the_gradients_of_their_weights_are_those_of_a_table(mode, weig
 
 def test_collections_have_a_tier_for_each_table():
     options = [
-        embstore.TableOptions(name="user", dim=4, optimizer=embstore.SGD(lr=0.1)),
-        embstore.TableOptions(name="item", dim=3, optimizer=embstore.Adam(lr=0.1)),
+        embstore.TableOptions(name="user", dim=4, optimizer=embstore.SGD(lr=0.1), seed=1),
+        embstore.TableOptions(name="item", dim=3, optimizer=embstore.Adam(lr=0.1), seed=1),
     ]
     features = {"user": "user", "item": "item", "other": "item"}
     module = embstore.EmbeddingCollection(options, features, device_rows=50)
@@ -104,8 +105,8 @@ def test_collections_have_a_tier_for_each_table():
 
 
 def test_batches_may_push_each_other_out_between_forward_and_backward():
-    module = embstore.Embedding(2, optimizer=embstore.SGD(lr=1.0), device_rows=8)
-    oracle = embstore.Embedding(2, optimizer=embstore.SGD(lr=1.0))
+    module = embstore.Embedding(2, seed=1, optimizer=embstore.SGD(lr=1.0), device_rows=8)
+    oracle = embstore.Embedding(2, seed=1, optimizer=embstore.SGD(lr=1.0))
     for m in (module, oracle):
         outputs = [m(torch.arange(start, start + 8)) for start in (0, 100, 200)]
         for factor, out in enumerate(outputs):
@@ -154,16 +155,16 @@ def test_a_table_that_fails_leaves_the_tier_usable(monkeypatch):
 
     table = embstore.Table("t", dim=2, optimizer=embstore.SGD(lr=1.0))
     tier = DeviceTier(table, "cpu", 4)
-    before = tier.vectors(torch.arange(4), training=True).clone()
+    before = tier.vectors(torch.arange(4), Access.TRAIN).clone()
     tier.update(torch.arange(4), torch.ones(4, 2))
     real, table.insert_or_assign = (
         table.insert_or_assign,
         lambda *_, **__: (_ for _ in ()).throw(OSError("full")),
     )
     with pytest.raises(OSError, match="full"):
-        tier.vectors(torch.arange(10, 14), training=True)
+        tier.vectors(torch.arange(10, 14), Access.TRAIN)
     table.insert_or_assign = real
-    torch.testing.assert_close(tier.vectors(torch.arange(4), training=True), before - 1)
+    torch.testing.assert_close(tier.vectors(torch.arange(4), Access.TRAIN), before - 1)
 
 
 @pytest.mark.parametrize(

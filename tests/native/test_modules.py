@@ -151,7 +151,7 @@ def test_pending_gradients_are_dropped_by_zero_grad_and_keep_their_rows():
     emb.zero_grad()
     emb.step()
     assert all(rows(emb.table)[k] == k - 1 for k in range(100))
-    assert emb.table.optimizer_step == 2
+    assert emb.table.optimizer_step == 1  # as in torch, a step without gradients is none
     with pytest.raises(RuntimeError, match="step should not be called"):
         embstore.Embedding(table=sgd_table()).step()
 
@@ -171,7 +171,7 @@ def test_a_step_counts_once_for_every_table_also_without_gradient(update_in_back
 # ---- collections
 
 
-def mixed_collection(kind, **keywords):
+def mixed_collection(kind, seed=None, **keywords):
     options = [
         embstore.TableOptions(
             name=name,
@@ -180,6 +180,7 @@ def mixed_collection(kind, **keywords):
             optimizer=optimizer,
             initializer=embstore.Normal(0, 1),
             max_capacity=4096,
+            seed=seed,
         )
         for name, dim, dtype, optimizer in [
             ("user", 3, "float32", embstore.SGD(lr=0.5)),
@@ -191,7 +192,7 @@ def mixed_collection(kind, **keywords):
 
 
 def test_a_collection_equals_its_tables_alone():
-    together, alone = (mixed_collection(embstore.EmbeddingCollection) for _ in range(2))
+    together, alone = (mixed_collection(embstore.EmbeddingCollection, seed=1) for _ in range(2))
     rng = np.random.default_rng(0)
     for _ in range(5):
         inputs = {
@@ -249,6 +250,60 @@ def test_a_collection_takes_any_part_of_its_features():
         embstore.EmbeddingCollection([embstore.TableOptions(name="a", dim=2)] * 2)
     collection.set_learning_rate(0.125)
     assert {t.learning_rate for t in collection.tables.values()} == {0.125}
+
+
+# ---- seeds
+
+MODULES = {
+    "embedding": lambda **o: embstore.Embedding(4, **o),
+    "bag": lambda **o: embstore.EmbeddingBag(4, **o),
+    "collection": lambda **o: embstore.EmbeddingCollection([embstore.TableOptions(name="a", dim=4, **o)]),
+}
+
+
+def first_vectors(module):
+    (table,) = module.tables.values()
+    return table.find_or_insert(np.arange(-7, 7)).tobytes()
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules_start_differently_and_torch_manual_seed_governs_them(kind):
+    def two():
+        torch.manual_seed(3)
+        return [first_vectors(MODULES[kind]()) for _ in range(2)]
+
+    first, second = two()
+    assert first != second and two() == [first, second]
+    torch.manual_seed(4)
+    assert first_vectors(MODULES[kind]()) not in (first, second)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("seed", [0, 7, -1])
+def test_a_seed_that_is_given_is_exact_and_takes_nothing_from_torch(kind, seed):
+    torch.manual_seed(5)
+    name = "a" if kind == "collection" else "embedding"
+    table = embstore.Table(name, dim=4, seed=seed)
+    modules = [MODULES[kind](seed=seed) for _ in range(2)]
+    assert {first_vectors(m) for m in modules} == {table.initial_values(np.arange(-7, 7)).tobytes()}
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_collections_give_each_table_a_seed_of_its_own():
+    options = [embstore.TableOptions(name=name, dim=4) for name in "ab"]
+    a, b = embstore.EmbeddingCollection(options).tables.values()
+    assert a.seed != b.seed and options[0].seed is None
+
+
+def test_a_dump_carries_the_seed_of_a_module(tmp_path):
+    emb, other = embstore.Embedding(4), embstore.Embedding(4)
+    emb(torch.arange(10))
+    embstore.dump(tmp_path / "dump", {"model": dict(emb.tables)}, optim=True)
+    embstore.load(tmp_path / "dump", {"model": dict(other.tables)}, optim=True)
+    assert other.table.seed == emb.table.seed
+    assert torch.equal(other(torch.arange(20)), emb(torch.arange(20)))
 
 
 # ---- copies

@@ -13,8 +13,9 @@
 //  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth
 //     moves them (but not their rows), erasing turns them into kNoSlot.
 //  3. A row in use belongs to exactly one used slot.
-//  4. Over a store (store.h) the table is a write-back cache: a row that was updated or assigned
-//     since it came up is dirty, and goes down before its slot is reused; a clean one is dropped. A
+//  4. Over a store (store.h) the table is a write-back cache: a row that is new, or was updated or
+//     assigned since it came up, is dirty and goes down before its slot is reused; a clean one is
+//     dropped. A
 //     missing key is looked for below before it is initialised. max_capacity is then a budget: a
 //     batch whose pinned rows do not fit makes the table grow beyond it instead of being refused
 //     keys.

@@ -125,8 +125,10 @@ def ranks_of(group: Any = None) -> Ranks:
     if isinstance(group, Ranks):
         return group
     if group is None:
-        dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized():
+        dist: Any = sys.modules.get("torch.distributed")
+        # The name is missing without torch.distributed, and while another thread imports it.
+        is_initialized = getattr(dist, "is_initialized", None)
+        if is_initialized is None or not is_initialized():
             return Ranks()
         group = dist.group.WORLD
     return TorchRanks(group)

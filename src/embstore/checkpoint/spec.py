@@ -130,7 +130,7 @@ class TableSpec:
             states=tuple(options.optimizer.state_names(table.dim)),
             score_strategy=options.score_strategy.name.lower(),
             score=0 if options.score_strategy == ScoreStrategy.LFU else table.score,
-            seed=options.seed,
+            seed=table.seed,
             optimizer_step=table.optimizer_step,
             learning_rate=table.learning_rate,
             initializer={

@@ -19,10 +19,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.stateful import Stateful
+
+from embstore.extras import missing
+
+try:
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.stateful import Stateful
+except ImportError as error:
+    raise missing("torch_checkpoint", "torch", error) from error
 
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
 from embstore.checkpoint.fitting import scores_carry

@@ -30,6 +30,11 @@ SCRIPT = textwrap.dedent(
             part = slice(24 * rank // world, 24 * (rank + 1) // world)
             optimizer.zero_grad()
             ((embedding(ids[part]) - target[part]) ** 2).sum().backward()
+            # All ranks clip alike, by the norm of the gradients of all rows.
+            norm = torch.nn.utils.clip_grad_norm_(embedding.parameters(), 2.0)
+            everyone = [torch.zeros(()) for _ in range(world)]
+            dist.all_gather(everyone, norm)
+            assert norm > 2 and all(torch.equal(norm, other) for other in everyone)
             optimizer.step()
         embedding.save_snapshot("s")
     elif mode == "fail":
