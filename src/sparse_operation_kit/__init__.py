@@ -18,6 +18,7 @@ from sparse_operation_kit.communication import init, set_comm_tool
 from sparse_operation_kit.dump import dump, incremental_model_dump, load
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.interaction import assign, export, filter_variables
+from sparse_operation_kit.keras_models import trainable_variables
 from sparse_operation_kit.lookup import all2all_dense_embedding, lookup_sparse, sparse_read_and_evict
 from sparse_operation_kit.optimizer import SGD, OptimizerWrapper
 from sparse_operation_kit.static import DistributedVariable, LocalizedVariable, Variable
@@ -44,4 +45,5 @@ __all__ = [
     "set_comm_tool",
     "sparse_read_and_evict",
     "tf_version",
+    "trainable_variables",
 ]

@@ -21,6 +21,19 @@ def as_array(tensor: Any) -> np.ndarray:
     return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy()
 
 
+def in_session_graph() -> bool:
+    """Whether operations go into a graph of tf.compat.v1, of which a session runs what it is asked for."""
+    return not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
+
+
+def require_eager(what: str) -> None:
+    """Raises RuntimeError inside a tf.function or a graph of tf.compat.v1."""
+    if not tf.executing_eagerly():
+        raise RuntimeError(
+            f"{what} should run in eager mode, not inside a tf.function or a graph of tf.compat.v1"
+        )
+
+
 def call(
     function: Callable[..., Sequence[np.ndarray]], inputs: Sequence[Any], dtypes: Sequence[tf.DType]
 ) -> list[tf.Tensor]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 import embstore
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.sok_files import DumpReader, DumpWriter, TableReader, TableWriter
+from sparse_operation_kit import bridge
 from sparse_operation_kit.communication import Single, agree, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.interaction import filter_variables
@@ -31,8 +32,9 @@ EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 def dump(path: str | os.PathLike[str], dump_vars: Any, optimizer: Any = None) -> None:
     """Writes keys, rows and, with an optimizer, its states into the directory `path`. All ranks call it.
 
-    The dump appears in one step when it is complete; until then an older one stays what it was.
+    The dump appears in one step when it is complete; until then an older one stays what it was. Eager only.
     """
+    bridge.require_eager("sok.dump")
     variables, optimizer = _variables(dump_vars, "dump_vars"), _optimizer(optimizer)
     t = tool_or_single()
     if optimizer is not None:
@@ -98,8 +100,9 @@ def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) ->
 
     Rows of the same key are replaced, others stay. With an optimizer its states and its count of updates
     come back too; where the dump has none, new rows get fresh ones. A damaged dump is refused before a row
-    changes.
+    changes. Eager only.
     """
+    bridge.require_eager("sok.load")
     variables, optimizer = _variables(load_vars, "load_vars"), _optimizer(optimizer)
     tables: list[TableReader] = []
     manifest: dict[str, Any] = {}
