@@ -14,6 +14,7 @@ try:
 except ImportError as _error:
     raise ImportError("sparse_operation_kit needs TensorFlow: pip install tensorflow-cpu") from _error
 
+from sparse_operation_kit import raw_ops
 from sparse_operation_kit.communication import init, set_comm_tool
 from sparse_operation_kit.dump import dump, incremental_model_dump, load
 from sparse_operation_kit.dynamic import DynamicVariable
@@ -42,6 +43,7 @@ __all__ = [
     "init",
     "load",
     "lookup_sparse",
+    "raw_ops",
     "set_comm_tool",
     "sparse_read_and_evict",
     "tf_version",

@@ -18,7 +18,8 @@ unconverted = tf.autograph.experimental.do_not_convert
 
 def as_array(tensor: Any) -> np.ndarray:
     """The memory of an eager tensor, without a copy. Read-only."""
-    return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy()
+    buffer = tensor.shape.num_elements() and tensor.dtype != tf.bfloat16  # which Python's buffers do not know
+    return np.asarray(memoryview(tensor)) if buffer else tensor.numpy()
 
 
 def in_session_graph() -> bool:

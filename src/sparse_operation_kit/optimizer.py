@@ -79,7 +79,7 @@ class RowOptimizer:
         """A state: a tf.Variable for a static variable, a `DynamicSlot` for a dynamic one."""
         if name not in self.rule.slots:
             raise ValueError(f"name should be one of {', '.join(self.rule.slots)} but is: {name!r}")
-        self._create_slots([var])
+        self.create_slots([var])
         if isinstance(var, DynamicVariable):
             return DynamicSlot(var, name, self.rule.slots.index(name))
         return var.slots[name]
@@ -89,12 +89,25 @@ class RowOptimizer:
 
         Call it before the first update where a variable was trained by another optimizer.
         """
-        self._create_slots(vars, fresh=True)
+        self.create_slots(vars, fresh=True)
 
-    def _create_slots(self, vars: Iterable[Any], *, fresh: bool = False) -> None:
+    @property
+    def name(self) -> str:
+        """The name of the optimizer in dumps."""
+        return self.rule.name
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the states, as Keras 2 has them."""
+        return self.rule.slots
+
+    def create_slots(self, vars: Iterable[Any], *, fresh: bool = False) -> None:
+        """Gives sok variables the state of this optimizer, or requires that they have it."""
         for var in vars:
             if isinstance(var, (DynamicVariable, StaticVariable)):
                 var.use_optimizer(self.rule.optimizer, self.rule.slots, fresh=fresh)
+
+    _create_slots = create_slots  # the original's name
 
     @unconverted
     def apply_gradients(
@@ -123,7 +136,7 @@ class RowOptimizer:
                     f"{var.name!r} should be float32 for an update but is: {var.dtype.name}"
                 )
             _check_shape(gradient, var)
-        self._create_slots([v for _, v in ours])
+        self.create_slots([v for _, v in ours])
         session = bridge.in_session_graph()
         # A session orders operations by their dependencies alone. The gradients read what the updates change.
         with tf.control_dependencies([_tensor(g) for g, _ in pairs] if session else []):

@@ -118,6 +118,34 @@ def test_the_learning_rate_of_the_wrapped_object_is_read_at_every_step(family, g
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_learning_rate_can_be_set_and_assigned_on_the_wrapper(family):
+    inner = FAMILIES[family].SGD(1.0)
+    wrapper, variable = sok.OptimizerWrapper(inner), make_variable("hybrid", np.zeros((1, 1), np.float32))
+
+    @tf.function
+    def step(rate):
+        wrapper.lr.assign(rate)
+        wrapper.apply_gradients([(slices([0], np.ones((1, 1), np.float32)), variable)])
+
+    for rate in (0.5, 0.25):
+        step(tf.constant(rate))
+    assert float(wrapper.learning_rate) == float(inner.learning_rate) == 0.25
+    np.testing.assert_allclose(sok.export(variable)[1], [[-0.75]])
+    for name in ("learning_rate", "lr"):
+        setattr(wrapper, name, 2.0)
+        assert float(inner.learning_rate) == float(wrapper.lr) == float(wrapper.learning_rate) == 2.0
+        wrapper.lr = 1.0
+
+
+@pytest.mark.parametrize(("optimizer", "attribute"), [("GradientDescent", "_learning_rate"), ("Adam", "_lr")])
+def test_the_learning_rate_of_a_v1_optimizer_can_be_set_on_the_wrapper(optimizer, attribute):
+    inner = getattr(V1, f"{optimizer}Optimizer")(1.0)
+    wrapper = sok.OptimizerWrapper(inner)
+    wrapper.learning_rate = 0.5
+    assert wrapper.lr == getattr(inner, attribute) == 0.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_schedule_is_followed_by_the_count_of_the_wrapper(family):
     schedules = tf_keras.optimizers.schedules if family != "keras" else tf.keras.optimizers.schedules
     inner = FAMILIES[family].SGD(schedules.PiecewiseConstantDecay([1, 2], [1.0, 0.5, 0.125]))
