@@ -262,10 +262,12 @@ def _pool(rows: tf.Tensor, places: tf.Tensor | None, samples: _Samples, combiner
         if places is None:
             places = tf.range(tf.size(samples.keys, out_type=tf.int64))
         return pool(data=rows, indices=places, segment_ids=samples.sample_of, num_segments=samples.count)
+    with tf.control_dependencies([rows]):  # by then the weights are known to fit, on every rank
+        weights = tf.identity(samples.weights)
     each = rows if places is None else tf.gather(rows, places)
     count = tf.cast(samples.count, tf.int64)
-    pooled = tf.math.unsorted_segment_sum(each * samples.weights[:, tf.newaxis], samples.sample_of, count)
+    pooled = tf.math.unsorted_segment_sum(each * weights[:, tf.newaxis], samples.sample_of, count)
     if combiner == "sum":
         return pooled
-    total = tf.math.unsorted_segment_sum(samples.weights, samples.sample_of, count)
+    total = tf.math.unsorted_segment_sum(weights, samples.sample_of, count)
     return tf.math.divide_no_nan(pooled, total[:, tf.newaxis])
