@@ -9,7 +9,6 @@ The backward pass is one call too: it sums the gradients of each row and runs th
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,23 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from embstore import _core
 from embstore.arrays import as_keys, empty_tensor, engine_dtype, torch_dtype
+from embstore.lookup import Access as Access
+from embstore.lookup import Pooling as Pooling
 from embstore.table import Table
-
-
-class Pooling(enum.IntEnum):
-    """How the vectors of a bag become one."""
-
-    NONE = 0
-    SUM = 1
-    MEAN = 2
-
-
-class Access(enum.IntEnum):
-    """What a batch may do with a table."""
-
-    TRAIN = 0
-    READ_ZERO = 1
-    READ_INITIAL = 2
 
 
 @dataclass(slots=True, eq=False)

@@ -16,10 +16,12 @@ except ImportError as _error:
 
     raise _missing("sparse_operation_kit", "tensorflow", _error) from _error
 
+from sparse_operation_kit import raw_ops
 from sparse_operation_kit.communication import init, set_comm_tool
 from sparse_operation_kit.dump import dump, incremental_model_dump, load
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.interaction import assign, export, filter_variables
+from sparse_operation_kit.keras_models import trainable_variables
 from sparse_operation_kit.lookup import all2all_dense_embedding, lookup_sparse, sparse_read_and_evict
 from sparse_operation_kit.optimizer import SGD, OptimizerWrapper
 from sparse_operation_kit.static import DistributedVariable, LocalizedVariable, Variable
@@ -43,7 +45,9 @@ __all__ = [
     "init",
     "load",
     "lookup_sparse",
+    "raw_ops",
     "set_comm_tool",
     "sparse_read_and_evict",
     "tf_version",
+    "trainable_variables",
 ]

@@ -18,7 +18,21 @@ unconverted = tf.autograph.experimental.do_not_convert
 
 def as_array(tensor: Any) -> np.ndarray:
     """The memory of an eager tensor, without a copy. Read-only."""
-    return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy()
+    buffer = tensor.shape.num_elements() and tensor.dtype != tf.bfloat16  # which Python's buffers do not know
+    return np.asarray(memoryview(tensor)) if buffer else tensor.numpy()
+
+
+def in_session_graph() -> bool:
+    """Whether operations go into a graph of tf.compat.v1, of which a session runs what it is asked for."""
+    return not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
+
+
+def require_eager(what: str) -> None:
+    """Raises RuntimeError inside a tf.function or a graph of tf.compat.v1."""
+    if not tf.executing_eagerly():
+        raise RuntimeError(
+            f"{what} should run in eager mode, not inside a tf.function or a graph of tf.compat.v1"
+        )
 
 
 def call(

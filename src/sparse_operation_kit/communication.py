@@ -3,6 +3,7 @@
     init()                  horovod where it is initialised, else torchrun's ranks, else a single process
     tool().all_to_all(...)  parts for each rank out, parts from each rank in
     tool().all_gather(...)  the arrays of all ranks
+    rank(), alltoall(...)   the same by SparseOperationKit's names, on tensors
 
 Every rank makes the same calls in the same order, whatever its data. A failure of one rank travels with the
 next exchange, so that all of them raise.
@@ -12,15 +13,19 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from embstore.extras import missing
 from embstore.process_groups import GlooGroup
+from sparse_operation_kit import bridge
 
 TOOLS = ("horovod", "torch", "single")
 
@@ -31,6 +36,7 @@ class Single:
     name = "single"
     rank = 0
     size = 1
+    local_rank = 0
 
     def all_to_all(self, parts: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
         """Sends parts[r] to rank r; returns what rank r sent, counts[r] elements of the same type."""
@@ -59,6 +65,7 @@ class Torch(Single):
         # The program may use the default one, also from other threads.
         self._gloo = GlooGroup()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
 
     def _end_default_group(self) -> None:
         self._gloo.end()
@@ -101,21 +108,17 @@ class Horovod(Single):
         if not hvd.is_initialized():
             raise RuntimeError("hvd.init() should be called before sok.init(comm_tool='horovod')")
         self._hvd = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
+        self.rank, self.size, self.local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
         # Horovod matches operations of the ranks by name.
         self._numbers = itertools.count()
 
     def all_to_all(self, parts: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
-        import tensorflow as tf
-
         splits = tf.constant([len(part) for part in parts], tf.int32)
         name = f"sok_all_to_all_{next(self._numbers)}"
         received, _ = self._hvd.alltoall(tf.constant(np.concatenate(parts)), splits, name=name)
         return np.split(received.numpy(), np.cumsum(counts)[:-1])
 
     def all_gather(self, array: np.ndarray) -> list[np.ndarray]:
-        import tensorflow as tf
-
         number = next(self._numbers)
         lengths = self._hvd.allgather(
             tf.constant([len(array)], tf.int64), name=f"sok_lengths_{number}"
@@ -135,7 +138,7 @@ def init(comm_tool: str | None = None, use_legacy_optimizer: bool = True) -> Non
     use_legacy_optimizer  accepted for compatibility: optimizers of every Keras are understood as they are
     """
     set_comm_tool(_detect() if comm_tool is None else comm_tool)
-    print(f"[SOK INFO] Initialize finished, communication tool: {tool().name}")
+    logging.getLogger("sparse_operation_kit").info("communication tool: %s", tool().name)
 
 
 def _detect() -> str:
@@ -170,6 +173,154 @@ def tool() -> Single:
 def tool_or_single() -> Single:
     """For what works alone too: a table before `init` belongs to this process."""
     return _tool or Single()
+
+
+# ---- the functions of SparseOperationKit: one device a rank
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return tool().rank
+
+
+def num_ranks() -> int:
+    """How many processes there are."""
+    return tool().size
+
+
+def local_rank() -> int:
+    """The number of this process on its machine."""
+    return tool().local_rank
+
+
+def id_in_rank() -> int:
+    """The number of this device in its process: 0."""
+    tool()
+    return 0
+
+
+def num_gpu_per_rank() -> int:
+    """Devices of a process: 1."""
+    tool()
+    return 1
+
+
+def global_gpu_id() -> int:
+    """The number of this device over all processes: the rank."""
+    return tool().rank
+
+
+def num_gpus() -> int:
+    """Devices over all processes: one for each."""
+    return tool().size
+
+
+def alltoall(tensor: Any, splits: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sends the first splits[0] rows to rank 0, the next splits[1] to rank 1 and so on. A collective.
+
+    Returns the rows received, by rank, and how many came from each.
+    """
+
+    def run(rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+        t = tool()
+        fits = counts.shape == (t.size,) and counts.min() >= 0 and counts.sum() == rows.shape[0]
+        agree(
+            None
+            if fits
+            else ValueError(
+                f"splits should be {t.size} counts that add up to {rows.shape[0]} but are: {counts.tolist()}"
+            )
+        )
+        received = np.concatenate(t.all_to_all(np.split(counts, t.size), [1] * t.size))
+        row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+        raw = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        parts = t.all_to_all(np.split(raw, np.cumsum(counts * row_bytes)[:-1]), received * row_bytes)
+        return [np.concatenate(parts).view(rows.dtype).reshape(-1, *rows.shape[1:]), received]
+
+    tensor = _rows_of("alltoall", tensor)
+    rows, received = _collective(
+        "alltoall", run, [tensor, tf.cast(splits, tf.int64)], [tensor.dtype, tf.int64]
+    )
+    rows.set_shape([None, *tensor.shape[1:]])
+    received.set_shape([tool().size])
+    return rows, received
+
+
+def allreduce(tensor: Any, op: str = "average") -> tf.Tensor:
+    """The sum, average, max or min over the ranks of tensors of one shape. A collective."""
+    if op not in REDUCTIONS:
+        raise ValueError(f"op should be one of {', '.join(REDUCTIONS)} but is: {op!r}")
+
+    def run(array: np.ndarray) -> list[np.ndarray]:
+        whole = reduce(REDUCTIONS[op], tool().all_gather(np.ascontiguousarray(array).reshape(-1)))
+        whole = whole / tool().size if op == "average" else whole
+        return [whole.astype(array.dtype).reshape(array.shape)]
+
+    tensor = _numbers("allreduce", tensor)
+    (reduced,) = _collective("allreduce", run, [tensor], [tensor.dtype])
+    reduced.set_shape(tensor.shape)
+    return reduced
+
+
+def allgather(tensor: Any) -> tf.Tensor:
+    """The rows of all ranks, in order of rank; numbers of rows may differ. A collective."""
+    tensor = _rows_of("allgather", tensor)
+    (rows,) = _collective(
+        "allgather",
+        lambda rows: [np.concatenate(tool().all_gather(np.ascontiguousarray(rows)))],
+        [tensor],
+        [tensor.dtype],
+    )
+    rows.set_shape([None, *tensor.shape[1:]])
+    return rows
+
+
+def broadcast(tensor: Any, root: int) -> tf.Tensor:
+    """The tensor of rank `root`, on every rank; all have one shape. A collective."""
+    if root not in range(tool().size):
+        raise ValueError(f"root should be a rank below {tool().size} but is: {root!r}")
+
+    def run(array: np.ndarray) -> list[np.ndarray]:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        parts = tool().all_gather(flat if tool().rank == root else flat[:0])
+        return [parts[root].reshape(array.shape)]
+
+    tensor = _numbers("broadcast", tensor)
+    (value,) = _collective("broadcast", run, [tensor], [tensor.dtype])
+    value.set_shape(tensor.shape)
+    return value
+
+
+REDUCTIONS = {"sum": np.add, "average": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def _numbers(name: str, tensor: Any) -> tf.Tensor:
+    tool()
+    tensor = tf.convert_to_tensor(tensor)
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+        raise ValueError(f"tensor of {name} should hold numbers but holds: {tensor.dtype.name}")
+    return tensor
+
+
+def _rows_of(name: str, tensor: Any) -> tf.Tensor:
+    tensor = _numbers(name, tensor)
+    if tensor.shape.rank == 0:
+        raise ValueError(f"tensor of {name} should have rows but is a number")
+    return tensor
+
+
+def _collective(
+    name: str, run: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    @tf.custom_gradient
+    def collective(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        def gradient(*upstream: Any) -> Any:
+            raise NotImplementedError(f"{name} has no gradient; rows get theirs through sok.lookup_sparse")
+
+        return bridge.call(run, tensors, dtypes), gradient
+
+    result = collective(*inputs)
+    return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
 def agree(error: BaseException | None) -> None:

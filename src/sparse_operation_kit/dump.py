@@ -18,10 +18,12 @@ import tensorflow as tf
 import embstore
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.sok_files import DumpReader, DumpWriter, TableReader, TableWriter
+from sparse_operation_kit import bridge
 from sparse_operation_kit.communication import Single, agree, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.interaction import filter_variables
 from sparse_operation_kit.optimizer import RowOptimizer
+from sparse_operation_kit.plain_optimizer import LISTS, PlainOptimizer
 from sparse_operation_kit.static import StaticVariable
 
 ROUND_BYTES = 64 << 20  # what a rank gives to one exchange
@@ -31,12 +33,12 @@ EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 def dump(path: str | os.PathLike[str], dump_vars: Any, optimizer: Any = None) -> None:
     """Writes keys, rows and, with an optimizer, its states into the directory `path`. All ranks call it.
 
-    The dump appears in one step when it is complete; until then an older one stays what it was.
+    The dump appears in one step when it is complete; until then an older one stays what it was. Eager only.
     """
-    variables, optimizer = _variables(dump_vars, "dump_vars"), _optimizer(optimizer)
+    variables, optimizer = _arguments("sok.dump", dump_vars, "dump_vars", optimizer)
     t = tool_or_single()
     if optimizer is not None:
-        optimizer._create_slots(variables)
+        optimizer.create_slots(variables)
     output = _Output(path, t)
     agree(output.error)
     for variable in variables:
@@ -63,10 +65,10 @@ class _Output:
         if self._writer is not None and self.error is None:
             self.error = _attempt(partial(action, self._writer))
 
-    def begin(self, variable: Any, optimizer: RowOptimizer | None) -> None:
+    def begin(self, variable: Any, optimizer: RowOptimizer | PlainOptimizer | None) -> None:
         def begin(writer: DumpWriter) -> None:
-            slots = () if optimizer is None else optimizer.rule.slots
-            name = "" if optimizer is None else optimizer.rule.name
+            slots = () if optimizer is None else optimizer.slots
+            name = "" if optimizer is None else optimizer.name
             self._table = writer.table(variable.name, _key_dtype(variable), optimizer=name, slots=slots)
 
         self._do(begin)
@@ -80,12 +82,12 @@ class _Output:
 
         self._do(append)
 
-    def finish(self, size: int, optimizer: RowOptimizer | None) -> None:
+    def finish(self, size: int, optimizer: RowOptimizer | PlainOptimizer | None) -> None:
         if self._writer is None:
             return
         self._writer.facts["world_size"] = size
         if optimizer is not None:
-            self._writer.facts["optimizer"] = optimizer.rule.name
+            self._writer.facts["optimizer"] = optimizer.name
             self._writer.facts["iterations"] = int(optimizer.iterations.numpy())
         if self.error is None:
             self._do(lambda writer: writer.__exit__(None, None, None))
@@ -98,9 +100,9 @@ def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) ->
 
     Rows of the same key are replaced, others stay. With an optimizer its states and its count of updates
     come back too; where the dump has none, new rows get fresh ones. A damaged dump is refused before a row
-    changes.
+    changes. Eager only.
     """
-    variables, optimizer = _variables(load_vars, "load_vars"), _optimizer(optimizer)
+    variables, optimizer = _arguments("sok.load", load_vars, "load_vars", optimizer)
     tables: list[TableReader] = []
     manifest: dict[str, Any] = {}
 
@@ -114,7 +116,7 @@ def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) ->
 
     agree(_attempt(check))
     if optimizer is not None:
-        optimizer._create_slots(variables)
+        optimizer.create_slots(variables)
 
     def read() -> None:
         for variable, table in zip(variables, tables):
@@ -172,6 +174,23 @@ def _attempt(action: Any) -> Exception | None:
     return None
 
 
+def _arguments(
+    function: str, variables: Any, name: str, optimizer: Any
+) -> tuple[list[Any], RowOptimizer | PlainOptimizer | None]:
+    bridge.require_eager(function)
+    variables, optimizer = _variables(variables, name), _optimizer(optimizer)
+    used = [v for v in variables if isinstance(v, StaticVariable)]
+    if isinstance(optimizer, RowOptimizer):
+        used.append(optimizer.iterations)
+    for variable in used:
+        if not hasattr(variable.handle, "numpy"):
+            raise RuntimeError(
+                f"{function} needs eager mode: {variable.name!r} belongs to a graph of tf.compat.v1. "
+                "Dynamic variables can be dumped and loaded from there, without an optimizer"
+            )
+    return variables, optimizer
+
+
 def _variables(value: Any, name: str) -> list[Any]:
     variables = list(value) if isinstance(value, (list, tuple)) else [value]
     _, others = filter_variables(variables)
@@ -180,12 +199,17 @@ def _variables(value: Any, name: str) -> list[Any]:
     return variables
 
 
-def _optimizer(value: Any) -> RowOptimizer | None:
+def _optimizer(value: Any) -> RowOptimizer | PlainOptimizer | None:
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
-    if value is not None and not isinstance(value, RowOptimizer):
-        raise ValueError(f"optimizer should be a sok.OptimizerWrapper but is: {type(value).__name__}")
-    return value
+    if value is None or isinstance(value, RowOptimizer):
+        return value
+    if PlainOptimizer.accepts(value):
+        return PlainOptimizer(value)
+    raise ValueError(
+        "optimizer should be a sok.OptimizerWrapper, or a Keras optimizer of static variables "
+        f"({', '.join(LISTS)}), but is: {type(value).__name__}"
+    )
 
 
 # ---- out
@@ -197,9 +221,11 @@ def _key_dtype(variable: Any) -> type[np.generic]:
     return np.uint64 if variable.target_gpu >= 0 else np.int64
 
 
-def _blocks(variable: Any, optimizer: RowOptimizer | None, t: Single) -> Iterator[list[np.ndarray]]:
+def _blocks(
+    variable: Any, optimizer: RowOptimizer | PlainOptimizer | None, t: Single
+) -> Iterator[list[np.ndarray]]:
     """This rank's rows sorted by key, [keys, values, states...], in as many blocks as every other rank."""
-    slots = 0 if optimizer is None else len(optimizer.rule.slots)
+    slots = 0 if optimizer is None else len(optimizer.slots)
     dim = variable.dimension
     if isinstance(variable, DynamicVariable):
         table = variable.table
@@ -212,7 +238,7 @@ def _blocks(variable: Any, optimizer: RowOptimizer | None, t: Single) -> Iterato
         keys = variable.local_keys()
         arrays = [variable.numpy()]
         if optimizer is not None:
-            arrays += [optimizer.get_slot(variable, slot).numpy() for slot in optimizer.rule.slots]
+            arrays += [optimizer.get_slot(variable, slot).numpy() for slot in optimizer.slots]
 
         def read(part: slice) -> list[np.ndarray]:
             return [array[part] for array in arrays]
@@ -247,19 +273,19 @@ def _check_table(table: TableReader, variable: Any) -> None:
             )
 
 
-def _stored_slots(table: TableReader, optimizer: RowOptimizer | None) -> list[str]:
+def _stored_slots(table: TableReader, optimizer: RowOptimizer | PlainOptimizer | None) -> list[str]:
     """The names of this optimizer's states in the dump, or none where one is missing."""
     if optimizer is None:
         return []
     # The original writes the states of Adamax under the name of Adam.
-    for name in (optimizer.rule.name, *(["Adam"] if optimizer.rule.name == "Adamax" else [])):
-        stored = [f"{name}-{slot}" for slot in optimizer.rule.slots]
+    for name in (optimizer.name, *(["Adam"] if optimizer.name == "Adamax" else [])):
+        stored = [f"{name}-{slot}" for slot in optimizer.slots]
         if all(slot in table.states for slot in stored):
             return stored
     return []
 
 
-def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | None) -> None:
+def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | PlainOptimizer | None) -> None:
     t = tool_or_single()
     stored = _stored_slots(table, optimizer)
     rows_a_block = max(1, ROUND_BYTES // (8 + 4 * variable.dimension * (1 + len(stored))))
@@ -280,5 +306,5 @@ def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | Non
         rows = variable.key_map(keys)
         variable.scatter_update(tf.IndexedSlices(tf.cast(values, variable.dtype), rows))
         if optimizer is not None:
-            for slot, part in zip(optimizer.rule.slots, parts):
+            for slot, part in zip(optimizer.slots, parts):
                 optimizer.get_slot(variable, slot).scatter_update(tf.IndexedSlices(part, rows))

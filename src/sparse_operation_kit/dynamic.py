@@ -8,6 +8,8 @@ table.size                                  # [2, 16]
 from __future__ import annotations
 
 import itertools
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +22,16 @@ from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool_or_single
 from sparse_operation_kit.initializers import as_initializer
+from sparse_operation_kit.keras_steps import require_trained
+from sparse_operation_kit.keys import as_keys
 from sparse_operation_kit.rows import read_rows
+from sparse_operation_kit.states import continues
 from sparse_operation_kit.static import parse_mode
 
 VAR_TYPES = ("hybrid", "hbm")
 DEFAULT_CAPACITY = 64 << 20
 SMALLEST_BUCKET = 16
+SIZES = ("init_capacity", "max_capacity", "max_bucket_size")
 
 # What a hybrid variable takes, with the defaults. Those that place vectors on a GPU have nothing to say here.
 CONFIG: dict[str, Any] = {
@@ -44,10 +50,11 @@ CONFIG: dict[str, Any] = {
 _numbers = itertools.count()
 
 
-def _check_power_of_two(name: str, value: Any, least: int) -> None:
-    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not integer or value < least or value & (value - 1):
-        raise ValueError(f"{name} should be a power of two of at least {least} but is: {value!r}")
+def _as_capacity(name: str, value: Any) -> int:
+    """The number of rows as a power of two of at least a bucket."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} should be a positive integer but is: {value!r}")
+    return max(SMALLEST_BUCKET, 1 << (int(value) - 1).bit_length())
 
 
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
@@ -56,33 +63,45 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name} should be a number between {low:g} and {high:g} but is: {value!r}")
 
 
-def _capacity_options(config: dict[str, Any]) -> dict[str, Any]:
-    """The options of the engine that a hybrid variable's configuration asks for."""
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a hybrid variable, checked, with its capacities as powers of two."""
     for name in config:
         if name not in CONFIG:
             raise ValueError(f"{name} should not be given: a hybrid variable takes {', '.join(CONFIG)}")
     full = {**CONFIG, **config}
-    _check_power_of_two("max_capacity", full["max_capacity"], SMALLEST_BUCKET)
-    _check_power_of_two("max_bucket_size", full["max_bucket_size"], SMALLEST_BUCKET)
-    _check_power_of_two("init_capacity", full["init_capacity"], 1)
+    for name in SIZES:
+        full[name] = _as_capacity(name, full[name])
+    full["init_capacity"] = min(full["init_capacity"], full["max_capacity"])
+    changed = [
+        f"{name} {config[name]} to {full[name]}"
+        for name in config
+        if name in SIZES and config[name] != full[name]
+    ]
+    if changed:
+        warnings.warn(
+            "capacities are powers of two and init_capacity is at most max_capacity: "
+            f"changed {', '.join(changed)}",
+            UserWarning,
+            stacklevel=5,  # TensorFlow's metaclass is in between
+        )
     _check_range("max_load_factor", full["max_load_factor"], 0.01, 1.0)
     _check_range("filter_ratio", full["filter_ratio"], 0.0, 1.0)
     _check_range("max_hbm_for_vectors", full["max_hbm_for_vectors"], 0, 1 << 40)
     if full["evict_strategy"] != "kLru":
         raise ValueError(f"evict_strategy should be 'kLru' but is: {full['evict_strategy']!r}")
+    return full
+
+
+def _capacity_options(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options for a configuration of which these entries were given."""
     options = {
-        "max_capacity": int(full["max_capacity"]),
-        "bucket_capacity": min(int(full["max_bucket_size"]), int(full["max_capacity"])),
+        "max_capacity": config["max_capacity"],
+        "bucket_capacity": min(config["max_bucket_size"], config["max_capacity"]),
     }
     # The defaults are not asked for: such a variable begins small and takes memory as it needs it.
-    if "init_capacity" in config:
-        if config["init_capacity"] > full["max_capacity"]:
-            raise ValueError(
-                f"init_capacity should be at most max_capacity ({full['max_capacity']}) "
-                f"but is: {config['init_capacity']}"
-            )
-        options["init_capacity"] = max(int(config["init_capacity"]), options["bucket_capacity"])
-    if "max_load_factor" in config:
+    if "init_capacity" in given:
+        options["init_capacity"] = max(config["init_capacity"], options["bucket_capacity"])
+    if "max_load_factor" in given:
         options["max_load_factor"] = float(config["max_load_factor"])
     return options
 
@@ -108,8 +127,8 @@ class DynamicVariable(ResourceVariable):
     key_type      tf.int64, or for "hbm" also tf.int32
     dtype         tf.float32
     mode          None: key % n is the rank of a key; "localized:<rank>": all are on that rank
-    further       of a hybrid variable: init_capacity and max_capacity (powers of two, rows of a rank),
-                  max_load_factor, max_bucket_size, evict_strategy ("kLru"), filter_ratio;
+    further       of a hybrid variable: init_capacity and max_capacity (rows of a rank, rounded up to
+                  powers of two), max_load_factor, max_bucket_size, evict_strategy ("kLru"), filter_ratio;
                   max_hbm_for_vectors, block_size, device_id and io_by_cpu have no effect
     """
 
@@ -146,11 +165,11 @@ class DynamicVariable(ResourceVariable):
             unknown = sorted(set(kwargs) - set(CONFIG))
             if unknown:
                 raise ValueError(f"{unknown[0]} should not be given: an hbm variable has no such option")
-            options: dict[str, Any] = {}
+            self._config_dict, options = dict(kwargs), {}
         else:
-            options = _capacity_options(kwargs)
+            self._config_dict = _with_defaults(kwargs)
+            options = _capacity_options(self._config_dict, kwargs)
         engine_initializer, seed, self._initializer_str = as_initializer(initializer)
-        self._config_dict = {**CONFIG, **kwargs} if self._backend_type == "hybrid" else dict(kwargs)
         self._dimension = int(dimension)
         self._mode = mode
         self._target = parse_mode(mode)
@@ -230,8 +249,15 @@ class DynamicVariable(ResourceVariable):
     @property
     def indices(self) -> tf.Tensor:
         """The keys on this rank."""
-        keys = np.concatenate([b.keys for b in self._table.export(with_values=False, with_states=False)])
-        return tf.convert_to_tensor(np.sort(keys), self._key_type)
+
+        def read() -> list[np.ndarray]:
+            blocks = self._table.export(with_values=False, with_states=False)
+            keys = np.sort(np.concatenate([block.keys for block in blocks]))
+            return [keys.astype(self._key_type.as_numpy_dtype)]
+
+        (keys,) = bridge.call(read, (), (self._key_type,))
+        keys.set_shape([None])
+        return keys
 
     def is_static(self) -> bool:
         """False: rows are found by key."""
@@ -239,7 +265,7 @@ class DynamicVariable(ResourceVariable):
 
     def key_map(self, indices: Any) -> tf.Tensor:
         """Keys stay what they are on every rank."""
-        return tf.cast(indices, tf.int64)
+        return as_keys(indices, "indices")
 
     def __repr__(self) -> str:
         return f"<sok.DynamicVariable '{self.name}' shape=(None, {self._dimension}) dtype=float32>"
@@ -251,7 +277,8 @@ class DynamicVariable(ResourceVariable):
     @unconverted
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         """The rows of the keys on this rank; missing ones are made."""
-        return read_rows([self], [indices])[0]
+        require_trained(self)
+        return read_rows([self], [as_keys(indices, "indices")])[0]
 
     def scatter_update(
         self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: Any = None
@@ -281,18 +308,15 @@ class DynamicVariable(ResourceVariable):
             self._table.insert_or_assign(keys, values)
             return (np.int64(len(keys)),)
 
-        return bridge.call(write, (tf.cast(delta.indices, tf.int64), delta.values), (tf.int64,))[0]
+        return bridge.call(write, (as_keys(delta.indices, "indices"), delta.values), (tf.int64,))[0]
 
-    def use_optimizer(self, optimizer: embstore.Optimizer) -> None:
-        """Gives the rows the state of this optimizer; fresh, unless they have it already."""
+    def use_optimizer(
+        self, optimizer: embstore.Optimizer, slots: Sequence[str], *, fresh: bool = False
+    ) -> None:
+        """Gives the rows the state of this optimizer; unless `fresh`, they keep theirs where it fits."""
         now = self._table.options.optimizer
-        if type(optimizer) is type(now) and replace(optimizer, lr=now.lr) == now:
+        if not fresh and continues(self.name, now, optimizer, self._table.state_width):
             return
-        if self._table.state_width:
-            raise ValueError(
-                f"variable {self.name!r} should stay with one optimizer: "
-                f"it has rows of {now!r}, not {optimizer!r}"
-            )
         table = embstore.Table(replace(self._table.options, optimizer=optimizer))
         if len(self._table):
             table.reserve(min(len(self._table), table.stats().max_capacity))

@@ -39,8 +39,23 @@ def owners(variable: Any, keys: np.ndarray, size: int) -> np.ndarray:
     return embstore.owner(keys, size)
 
 
-def dispatch(variables: Sequence[Any], keys: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Sends keys to their owners.
+def check_weights(samples: Sequence[np.ndarray]) -> None:
+    """samples[2i] says of each key, samples[2i + 1] of each weight, which sample it belongs to."""
+    for of_keys, of_weights in zip(samples[::2], samples[1::2]):
+        if len(of_keys) != len(of_weights):
+            raise ValueError(f"sp_weights should hold {len(of_keys)} weights but hold: {len(of_weights)}")
+        differs = np.flatnonzero(of_keys != of_weights)
+        if len(differs):
+            raise ValueError(
+                "sp_weights should have as many weights in each sample as sp_ids has keys "
+                f"but differ in sample {min(of_keys[differs[0]], of_weights[differs[0]])}"
+            )
+
+
+def dispatch(
+    variables: Sequence[Any], keys: Sequence[np.ndarray], samples: Sequence[np.ndarray] = ()
+) -> list[np.ndarray]:
+    """Sends keys to their owners. `samples` are for `check_weights`, whose error reaches every rank.
 
     Returns for each variable the keys that this rank owns (by asking rank), then for each the order in which
     its own keys went out, then counts (2, ranks, variables): keys sent to, and received from, each rank.
@@ -49,6 +64,7 @@ def dispatch(variables: Sequence[Any], keys: Sequence[np.ndarray]) -> list[np.nd
     sent = np.zeros((t.size, len(variables)), np.int64)
     orders = [np.arange(len(k)) for k in keys]
     try:
+        check_weights(samples)
         for i, (variable, k) in enumerate(zip(variables, keys)):
             ranks = owners(variable, k, t.size)
             orders[i] = np.argsort(ranks, kind="stable")
@@ -134,11 +150,22 @@ def collect(rows: Sequence[tf.Tensor], orders: Sequence[tf.Tensor], counts: tf.T
 
 
 def distinct_rows(
-    variables: Sequence[Any], keys: Sequence[tf.Tensor], *, training: bool, low_frequency_filter: bool
+    variables: Sequence[Any],
+    keys: Sequence[tf.Tensor],
+    weighted: Sequence[tuple[tf.Tensor, tf.Tensor]],
+    *,
+    training: bool,
+    low_frequency_filter: bool,
 ) -> list[tf.Tensor]:
-    """The rows of distinct keys, from whichever rank has them. A collective."""
+    """The rows of distinct keys, from whichever rank has them. A collective.
+
+    weighted   for each request with weights the samples of its keys and of its weights, to be compared
+    """
     n = len(variables)
-    results = bridge.call(lambda *arrays: dispatch(variables, arrays), keys, [tf.int64] * (2 * n + 1))
+    flat = [samples for pair in weighted for samples in pair]
+    results = bridge.call(
+        lambda *arrays: dispatch(variables, arrays[:n], arrays[n:]), [*keys, *flat], [tf.int64] * (2 * n + 1)
+    )
     owned, orders, counts = results[:n], results[n:-1], results[-1]
     for k in owned:
         k.set_shape([None])

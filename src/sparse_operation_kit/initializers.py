@@ -2,10 +2,12 @@
 
 "random", ""   uniform in [-0.05, 0.05)            "normal"    mean 0, standard deviation 1
 "uniform"      uniform in [0, 1)                   "zeros", "ones", "0.25": a constant
+'random {"stddev": 0.01}'    mean 0, this standard deviation
 """
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -36,6 +38,20 @@ KERAS = {
 }
 
 
+def _deviation(initializer: str) -> float | None:
+    """x of 'random {"stddev": x}', None for any other text."""
+    head, brace, rest = initializer.partition("{")
+    if head.strip() != "random":
+        return None
+    try:
+        options = json.loads(brace + rest)
+    except ValueError:
+        return None
+    value = options.get("stddev") if isinstance(options, dict) and len(options) == 1 else None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if number and math.isfinite(value) and value >= 0 else None
+
+
 def as_initializer(initializer: Any) -> tuple[embstore.Initializer, int, str]:
     """The engine's initializer, its seed, and its name for `initializer_str`."""
     if initializer is None:
@@ -51,8 +67,14 @@ def as_initializer(initializer: Any) -> tuple[embstore.Initializer, int, str]:
             number = math.nan
         if math.isfinite(number):
             return embstore.Constant(number), 0, initializer
+        deviation = _deviation(initializer)
+        if deviation is not None:
+            return embstore.Normal(0.0, deviation), 0, initializer
         known = ", ".join(map(repr, NAMED))
-        raise ValueError(f"initializer should be a number as text or one of {known} but is: {initializer!r}")
+        raise ValueError(
+            f"initializer should be a number as text, 'random {{\"stddev\": x}}' or one of {known} "
+            f"but is: {initializer!r}"
+        )
     name = type(initializer).__name__
     if name in KERAS and hasattr(initializer, "get_config"):
         config = initializer.get_config()

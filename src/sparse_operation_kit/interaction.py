@@ -12,6 +12,7 @@ from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.exchange import owners
+from sparse_operation_kit.keys import as_keys
 from sparse_operation_kit.optimizer import DynamicSlot
 from sparse_operation_kit.static import StaticVariable
 
@@ -20,8 +21,9 @@ from sparse_operation_kit.static import StaticVariable
 def export(var: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Keys (n) and rows (n, dimension) of a variable on this rank, sorted by key.
 
-    Also takes a slot of an optimizer (`OptimizerWrapper.get_slot`) of a dynamic variable.
+    Also takes a slot of an optimizer (`OptimizerWrapper.get_slot`) of a dynamic variable. Eager only.
     """
+    bridge.require_eager("sok.export")
     if isinstance(var, DynamicVariable):
         rows = var.table.rows()
         return tf.convert_to_tensor(rows.keys, var.key_type), tf.convert_to_tensor(rows.values)
@@ -39,29 +41,34 @@ def assign(var: Any, indices: Any, values: Any) -> tf.Tensor:
     A static variable is assigned by the numbers of rows in the whole table, all of which must be here.
     Returns the number of keys.
     """
-    keys = tf.cast(tf.convert_to_tensor(indices), tf.int64)
+    if not isinstance(var, (DynamicVariable, StaticVariable)):
+        raise TypeError(f"var should be a sok variable but is: {type(var).__name__}")
+    keys = as_keys(indices, "indices")
     rows = tf.cast(tf.convert_to_tensor(values), tf.float32)
     if isinstance(var, DynamicVariable):
 
         def write(k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
             var.table.insert_or_assign(k, v)
-            return [np.int64(len(k))]
+            return [np.int64(k.size)]
 
         return bridge.call(write, [keys, rows], [tf.int64])[0]
-    if isinstance(var, StaticVariable):
 
-        def local(k: np.ndarray) -> list[np.ndarray]:
-            ranks = owners(var, k, var.num_gpus)
-            elsewhere = k[ranks != var.global_gpu_id]
-            if len(elsewhere):
-                raise ValueError(f"indices should be of rows on this rank but one is: {elsewhere[0]}")
-            return [np.asarray(k)]
+    def local(k: np.ndarray, shape: np.ndarray) -> list[np.ndarray]:
+        # TensorFlow does not check the width of a row: a wider one would run into the next.
+        if tuple(shape) != (*k.shape, var.dimension):
+            raise ValueError(
+                f"values should have the shape {(*k.shape, var.dimension)} but have: {tuple(shape.tolist())}"
+            )
+        elsewhere = k[owners(var, k.reshape(-1), var.num_gpus).reshape(k.shape) != var.global_gpu_id]
+        if len(elsewhere):
+            raise ValueError(f"indices should be of rows on this rank but one is: {elsewhere[0]}")
+        return [np.asarray(k)]
 
-        (checked,) = bridge.call(local, [keys], [tf.int64])
-        checked.set_shape(keys.shape)
-        var.scatter_update(tf.IndexedSlices(tf.cast(rows, var.dtype), var.key_map(checked)))
+    (checked,) = bridge.call(local, [keys, tf.shape(rows, tf.int64)], [tf.int64])
+    checked.set_shape(keys.shape)
+    update = var.scatter_update(tf.IndexedSlices(tf.cast(rows, var.dtype), var.key_map(checked)))
+    with tf.control_dependencies([update] if bridge.in_session_graph() else []):
         return tf.size(keys, out_type=tf.int64)
-    raise TypeError(f"var should be a sok variable but is: {type(var).__name__}")
 
 
 def filter_variables(vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:

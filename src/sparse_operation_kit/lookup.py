@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from embstore import EvictionLog
 from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
-from sparse_operation_kit.exchange import distinct_rows, owners
-from sparse_operation_kit.rows import Request, look_up, pool_rows, read_rows
+from sparse_operation_kit.exchange import check_weights, distinct_rows, owners
+from sparse_operation_kit.keras_steps import require_trained
+from sparse_operation_kit.keys import as_keys
+from sparse_operation_kit.rows import pool_rows, read_and_evict, read_rows
 from sparse_operation_kit.static import StaticVariable
 
 COMBINERS = ("sum", "mean")
@@ -59,6 +60,8 @@ def lookup_sparse(
             raise ValueError(f"combiners should be 'sum' or 'mean' but one is: {combiner!r}")
     for variable in variables:
         _require_variable(variable)
+        if training:
+            require_trained(variable)
     tool()
     samples = [_Samples(i, w) for i, w in zip(ids, weights)]
     pooled: list[Any] = [None] * len(ids)
@@ -79,7 +82,8 @@ def lookup_sparse(
     rest = [i for i in range(len(ids)) if i not in quick]
     if rest:
         keys = [samples[i].keys for i in rest]
-        rows, places = _rows([variables[i] for i in rest], keys, training, use_low_frequency_filter)
+        weighted = [samples[i].samples_of_weights() for i in rest if weights[i] is not None]
+        rows, places = _rows([variables[i] for i in rest], keys, training, use_low_frequency_filter, weighted)
         for i, row, place in zip(rest, rows, places):
             pooled[i] = _pool(row, place, samples[i], combiners[i])
     return pooled[0] if single else pooled
@@ -90,7 +94,8 @@ def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
     """indices.shape + (dimension,): a row for each key, from whichever rank has it."""
     _require_variable(param)
     tool()
-    indices = tf.cast(tf.convert_to_tensor(indices), tf.int64)
+    require_trained(param)
+    indices = as_keys(indices, "indices")
     (rows,), (places,) = _rows([param], [tf.reshape(indices, [-1])], True, False)
     if places is not None:
         rows = tf.gather(rows, places)
@@ -101,27 +106,13 @@ def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
 def sparse_read_and_evict(var: DynamicVariable, indices: Any, name: str | None = None) -> Any:
     """Rows of the keys on this rank, and the keys and rows that had to go to make room for them.
 
-    Returns (embeddings, evicted_keys, evicted_values). Takes a hybrid DynamicVariable.
+    Returns (embeddings, evicted_keys, evicted_values). Takes a hybrid DynamicVariable. The embeddings have a
+    gradient, as those of a lookup; what was evicted has none.
     """
     if not isinstance(var, DynamicVariable) or var.backend_type != "hybrid":
         raise TypeError(f"var should be a hybrid DynamicVariable but is: {var!r}")
-    indices = tf.cast(tf.convert_to_tensor(indices), tf.int64)
-
-    def read(keys: np.ndarray) -> list[np.ndarray]:
-        table = var.table
-        table.set_eviction_log(EvictionLog.ROWS)
-        try:
-            (vectors,) = look_up([Request(table, keys.reshape(-1))], training=True)
-            gone = table.evictions()
-        finally:
-            table.set_eviction_log(EvictionLog.OFF)
-        return [vectors.reshape(*keys.shape, var.dimension), gone.keys, gone.values]
-
-    vectors, keys, values = bridge.call(read, [indices], [tf.float32, tf.int64, tf.float32])
-    vectors.set_shape(indices.shape.concatenate([var.dimension]))
-    keys.set_shape([None])
-    values.set_shape([None, var.dimension])
-    return vectors, keys, values
+    require_trained(var)
+    return read_and_evict(var, as_keys(indices, "indices"))
 
 
 def _listed(value: Any, count: int, *, repeat: bool = False) -> list[Any]:
@@ -131,8 +122,12 @@ def _listed(value: Any, count: int, *, repeat: bool = False) -> list[Any]:
 
 
 def _require_variable(variable: Any) -> None:
-    if not isinstance(variable, (DynamicVariable, StaticVariable)):
-        raise ValueError(f"params should be sok variables but one is: {type(variable).__name__}")
+    if isinstance(variable, (DynamicVariable, StaticVariable)):
+        return
+    kind = type(variable).__name__
+    if "EmbeddingVariable" in kind:
+        kind += ", which needs DeepRec's fork of TensorFlow: use sok.DynamicVariable instead"
+    raise ValueError(f"params should be sok variables but one is: {kind}")
 
 
 def _is_dynamic(variable: Any) -> bool:
@@ -145,16 +140,15 @@ class _Samples:
     def __init__(self, ids: Any, weights: Any) -> None:
         self._splits = ids.row_splits if isinstance(ids, tf.RaggedTensor) else None
         self.keys, self.sample_of, self.count = self._parts(ids, "sp_ids")
-        if not self.keys.dtype.is_integer:
-            raise ValueError(f"sp_ids should hold integers but hold: {self.keys.dtype.name}")
-        self.keys = tf.cast(self.keys, tf.int64)
+        self.keys = as_keys(self.keys, "sp_ids")
         self.weights = None
         if weights is not None:
-            values, _, _ = self._parts(weights, "sp_weights")
-            known = (self.keys.shape.num_elements(), values.shape.num_elements())
-            if None not in known and known[0] != known[1]:
-                raise ValueError(f"sp_weights should hold {known[0]} weights but hold: {known[1]}")
+            values, self._sample_of_weight, _ = self._parts(weights, "sp_weights")
             self.weights = tf.cast(values, tf.float32)
+
+    def samples_of_weights(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The sample of each key, and that of each weight, which should be the same."""
+        return tf.cast(self.sample_of, tf.int64), tf.cast(self._sample_of_weight, tf.int64)
 
     def offsets(self) -> tf.Tensor:
         """Where the keys of each sample begin, and where those of the last end."""
@@ -182,19 +176,30 @@ class _Samples:
 
 
 def _rows(
-    variables: Sequence[Any], keys: Sequence[tf.Tensor], training: bool, low_frequency_filter: bool
+    variables: Sequence[Any],
+    keys: Sequence[tf.Tensor],
+    training: bool,
+    low_frequency_filter: bool,
+    weighted: Sequence[tuple[tf.Tensor, tf.Tensor]] = (),
 ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-    """Rows for each request, and where in them its keys are (None: in their order)."""
+    """Rows for each request, and where in them its keys are (None: in their order).
+
+    weighted   pairs of `_Samples.samples_of_weights`, refused before a row is made where they differ
+    """
     merged = list({id(v): v for v in variables}.values())
     requests = [[i for i, v in enumerate(variables) if v is variable] for variable in merged]
     joined = [keys[r[0]] if len(r) == 1 else tf.concat([keys[i] for i in r], axis=0) for r in requests]
     places: list[tf.Tensor | None] = [None] * len(variables)
     whole: list[tf.Tensor | None]
     if tool_or_single().size == 1:
+        if weighted:
+            joined = _checked(joined, weighted)
         found, whole = _local_rows(merged, joined, training, low_frequency_filter), [None] * len(merged)
     else:
         distinct, whole = zip(*(tf.unique(k, tf.int64) for k in joined))
-        found = distinct_rows(merged, distinct, training=training, low_frequency_filter=low_frequency_filter)
+        found = distinct_rows(
+            merged, distinct, weighted, training=training, low_frequency_filter=low_frequency_filter
+        )
     rows: list[Any] = [None] * len(variables)
     for request, row, place in zip(requests, found, whole):
         begin: Any = 0
@@ -206,6 +211,18 @@ def _rows(
                 places[i] = span if place is None else tf.gather(place, span)
                 begin += n
     return rows, places
+
+
+def _checked(keys: Sequence[tf.Tensor], weighted: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
+    def check(*arrays: np.ndarray) -> list[np.ndarray]:
+        check_weights(arrays[len(keys) :])
+        return list(arrays[: len(keys)])
+
+    flat = [samples for pair in weighted for samples in pair]
+    checked = bridge.call(check, [*keys, *flat], [tf.int64] * len(keys))
+    for out, k in zip(checked, keys):
+        out.set_shape(k.shape)
+    return checked
 
 
 def _local_rows(
@@ -245,10 +262,12 @@ def _pool(rows: tf.Tensor, places: tf.Tensor | None, samples: _Samples, combiner
         if places is None:
             places = tf.range(tf.size(samples.keys, out_type=tf.int64))
         return pool(data=rows, indices=places, segment_ids=samples.sample_of, num_segments=samples.count)
+    with tf.control_dependencies([rows]):  # by then the weights are known to fit, on every rank
+        weights = tf.identity(samples.weights)
     each = rows if places is None else tf.gather(rows, places)
     count = tf.cast(samples.count, tf.int64)
-    pooled = tf.math.unsorted_segment_sum(each * samples.weights[:, tf.newaxis], samples.sample_of, count)
+    pooled = tf.math.unsorted_segment_sum(each * weights[:, tf.newaxis], samples.sample_of, count)
     if combiner == "sum":
         return pooled
-    total = tf.math.unsorted_segment_sum(samples.weights, samples.sample_of, count)
+    total = tf.math.unsorted_segment_sum(weights, samples.sample_of, count)
     return tf.math.divide_no_nan(pooled, total[:, tf.newaxis])

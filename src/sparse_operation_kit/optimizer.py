@@ -8,6 +8,8 @@ Every optimizer is lazy: a row without a gradient keeps its place and its state.
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ import embstore
 from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.dynamic import DynamicVariable
+from sparse_operation_kit.keys import as_keys
 from sparse_operation_kit.rules import Rule, read_rule, sgd_rule
 from sparse_operation_kit.static import StaticVariable
 
@@ -43,7 +46,8 @@ class DynamicSlot:
 
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         """The state of these keys; zeros for one that is not there."""
-        keys = np.asarray(indices, np.int64)
+        bridge.require_eager("sparse_read of a slot")
+        keys = as_keys(indices, "indices").numpy()
         states = self.variable.table.read(keys.reshape(-1)).states[:, self._columns]
         return tf.convert_to_tensor(states.reshape(*keys.shape, self.dimension))
 
@@ -58,9 +62,9 @@ class RowOptimizer:
         self.rule = rule
         with tf.init_scope():
             self._iterations = tf.Variable(0, dtype=tf.int64, trainable=False, name="sok_iterations")
-        self._slots: dict[Any, dict[str, tf.Variable]] = {}
         # Rows of static variables pass through a table of their width, where the engine updates them.
         self._passages: dict[int, embstore.Table] = {}
+        self._passage_lock = threading.Lock()  # a session runs the updates of several variables at once
 
     @property
     def iterations(self) -> tf.Variable:
@@ -75,29 +79,35 @@ class RowOptimizer:
         """A state: a tf.Variable for a static variable, a `DynamicSlot` for a dynamic one."""
         if name not in self.rule.slots:
             raise ValueError(f"name should be one of {', '.join(self.rule.slots)} but is: {name!r}")
-        self._create_slots([var])
+        self.create_slots([var])
         if isinstance(var, DynamicVariable):
             return DynamicSlot(var, name, self.rule.slots.index(name))
-        return self._slots[var.ref()][name]
+        return var.slots[name]
 
-    def _create_slots(self, vars: Iterable[Any]) -> None:
+    def reset_slots(self, vars: Iterable[Any]) -> None:
+        """Gives sok variables fresh state of this optimizer; what another one left is dropped, rows stay.
+
+        Call it before the first update where a variable was trained by another optimizer.
+        """
+        self.create_slots(vars, fresh=True)
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer in dumps."""
+        return self.rule.name
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the states, as Keras 2 has them."""
+        return self.rule.slots
+
+    def create_slots(self, vars: Iterable[Any], *, fresh: bool = False) -> None:
+        """Gives sok variables the state of this optimizer, or requires that they have it."""
         for var in vars:
-            if isinstance(var, DynamicVariable):
-                var.use_optimizer(self.rule.optimizer)
-            elif isinstance(var, StaticVariable) and var.ref() not in self._slots:
-                self._slots[var.ref()] = self._static_slots(var)
+            if isinstance(var, (DynamicVariable, StaticVariable)):
+                var.use_optimizer(self.rule.optimizer, self.rule.slots, fresh=fresh)
 
-    def _static_slots(self, var: StaticVariable) -> dict[str, tf.Variable]:
-        first = [0.0] * len(self.rule.slots)
-        if first:
-            first[0] = self.rule.optimizer.initial_accumulator
-        with tf.init_scope():
-            return {
-                name: tf.Variable(
-                    tf.fill(var.shape, value), trainable=False, name=f"{var.name.partition(':')[0]}/{name}"
-                )
-                for name, value in zip(self.rule.slots, first)
-            }
+    _create_slots = create_slots  # the original's name
 
     @unconverted
     def apply_gradients(
@@ -105,9 +115,13 @@ class RowOptimizer:
     ) -> Any:
         """One update of every row that has a gradient; duplicate keys are summed first.
 
-        Returns the number of updates so far, or None where all gradients are None.
+        Returns the number of updates so far, or None where all gradients are None. In a graph of tf.compat.v1
+        it returns one operation, which runs all updates.
         """
-        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
+        given = list(grads_and_vars)
+        if not given:
+            _warn_of_no_variables()
+        pairs = [(g, v) for g, v in given if g is not None]
         if not pairs:
             return None
         ours = [(g, v) for g, v in pairs if isinstance(v, (DynamicVariable, StaticVariable))]
@@ -122,26 +136,42 @@ class RowOptimizer:
                     f"{var.name!r} should be float32 for an update but is: {var.dtype.name}"
                 )
             _check_shape(gradient, var)
-        self._create_slots([v for _, v in ours])
-        if others:
-            self._apply_others(others)
-        before = tf.identity(self._iterations)
-        rate = self.rule.learning_rate(before)
-        self._apply_dynamic([p for p in ours if isinstance(p[1], DynamicVariable)], rate, before)
-        for gradient, var in ours:
-            if isinstance(var, StaticVariable):
-                self._apply_static(gradient, var, rate, before)
+        self.create_slots([v for _, v in ours])
+        session = bridge.in_session_graph()
+        # A session orders operations by their dependencies alone. The gradients read what the updates change.
+        with tf.control_dependencies([_tensor(g) for g, _ in pairs] if session else []):
+            updates = self._updates(ours, others)
+        if session:
+            with tf.control_dependencies([u for u in updates if u is not None]):
+                counts = [
+                    v.assign_add(1, read_value=False)
+                    for v in (self._iterations, global_step)
+                    if v is not None
+                ]
+            return tf.group(*counts)
         if global_step is not None:
             global_step.assign_add(1)
         return self._iterations.assign_add(1)
 
-    def _apply_others(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+    def _updates(self, ours: Sequence[tuple[Any, Any]], others: Sequence[tuple[Any, Any]]) -> list[Any]:
+        updates = [self._apply_others(others)] if others else []
+        before = tf.identity(self._iterations)
+        rate = self.rule.learning_rate(before)
+        updates += self._apply_dynamic([p for p in ours if isinstance(p[1], DynamicVariable)], rate, before)
+        for gradient, var in ours:
+            if isinstance(var, StaticVariable):
+                updates += self._apply_static(gradient, var, rate, before)
+        return updates
+
+    def _apply_others(self, pairs: Sequence[tuple[Any, Any]]) -> Any:
         names = ", ".join(repr(v.name) for _, v in pairs)
         raise TypeError(f"grads_and_vars should hold sok variables but holds: {names}")
 
-    def _apply_dynamic(self, pairs: Sequence[tuple[Any, Any]], rate: tf.Tensor, before: tf.Tensor) -> None:
+    def _apply_dynamic(
+        self, pairs: Sequence[tuple[Any, Any]], rate: tf.Tensor, before: tf.Tensor
+    ) -> list[tf.Tensor]:
         if not pairs:
-            return
+            return []
         variables = [v for _, v in pairs]
 
         def update(lr: np.ndarray, updates: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -150,14 +180,16 @@ class RowOptimizer:
             return [np.int64(len(variables))]
 
         inputs = [x for g, _ in pairs for x in (tf.cast(g.indices, tf.int64), tf.cast(g.values, tf.float32))]
-        bridge.call(update, [rate, before, *inputs], [tf.int64])
+        return bridge.call(update, [rate, before, *inputs], [tf.int64])
 
-    def _apply_static(self, gradient: Any, var: StaticVariable, rate: tf.Tensor, before: tf.Tensor) -> None:
+    def _apply_static(
+        self, gradient: Any, var: StaticVariable, rate: tf.Tensor, before: tf.Tensor
+    ) -> list[Any]:
         if isinstance(gradient, tf.IndexedSlices):
             keys, values = tf.cast(gradient.indices, tf.int64), gradient.values
         else:
             keys, values = tf.range(tf.shape(var, tf.int64)[0]), gradient
-        slots = list(self._slots[var.ref()].values())
+        slots = list(var.slots.values())
         rows, _ = tf.unique(keys, tf.int64)
 
         def update(
@@ -168,30 +200,47 @@ class RowOptimizer:
             rows: np.ndarray,
             *old: np.ndarray,
         ) -> list[np.ndarray]:
-            table = self._passage(var.dimension)
             states = np.concatenate(old[1:], axis=1) if len(old) > 1 else None
-            table.insert_or_assign(rows, old[0], states=states)
-            try:
-                _step(table, lr, updates, k, g)
-                new = table.read(rows)
-            finally:
-                table.erase(rows)
-            return (
-                [new.values, *np.split(new.states, len(old) - 1, axis=1)]
-                if states is not None
-                else [new.values]
-            )
+            with self._passage_lock:
+                table = self._passage(var.dimension)
+                table.insert_or_assign(rows, old[0], states=states)
+                try:
+                    _step(table, lr, updates, k, g)
+                    new = table.read(rows)
+                finally:
+                    table.erase(rows)
+            return [new.values, *(np.split(new.states, len(old) - 1, axis=1) if len(old) > 1 else [])]
 
         old = [tf.gather(v, rows) for v in (var, *slots)]
         new = bridge.call(update, [rate, before, keys, values, rows, *old], [tf.float32] * len(old))
-        for variable, updated in zip((var, *slots), new):
+        for updated in new:
             updated.set_shape([None, var.dimension])
-            variable.scatter_update(tf.IndexedSlices(updated, rows))
+        return [v.scatter_update(tf.IndexedSlices(updated, rows)) for v, updated in zip((var, *slots), new)]
 
     def _passage(self, dim: int) -> embstore.Table:
         if dim not in self._passages:
             self._passages[dim] = embstore.Table("passage", dim=dim, optimizer=self.rule.optimizer)
         return self._passages[dim]
+
+
+def _tensor(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+_warned_of_no_variables = False
+
+
+def _warn_of_no_variables() -> None:
+    """Once in a process: a loop would repeat it at every step."""
+    global _warned_of_no_variables
+    if not _warned_of_no_variables:
+        _warned_of_no_variables = True
+        warnings.warn(
+            "apply_gradients got no variables. Layers of Keras 3 do not list sok variables: "
+            "pass sok.trainable_variables(model), or set TF_USE_LEGACY_KERAS=1",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _check_shape(gradient: Any, var: Any) -> None:
@@ -231,15 +280,34 @@ class OptimizerWrapper(RowOptimizer):
         self._optimizer = optimizer
 
     @property
-    def lr(self) -> Any:
-        """The learning rate of the wrapped optimizer."""
-        for name in ("learning_rate", "_learning_rate", "_lr"):
-            if hasattr(self._optimizer, name):
-                return getattr(self._optimizer, name)
-        raise AttributeError("lr")
+    def learning_rate(self) -> Any:
+        """The learning rate of the wrapped optimizer; setting it sets it there."""
+        return getattr(self._optimizer, self._rate_attribute())
 
-    def _apply_others(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._optimizer.apply_gradients(pairs)
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        setattr(self._optimizer, self._rate_attribute(), value)
+
+    lr = learning_rate
+
+    def _rate_attribute(self) -> str:
+        return next(n for n in ("learning_rate", "_learning_rate", "_lr") if hasattr(self._optimizer, n))
+
+    @property
+    def loss_scale_factor(self) -> None:
+        """None: gradients arrive unscaled."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        # What LossScaleOptimizer of Keras 3 does first with the optimizer that it is given.
+        raise TypeError(
+            "LossScaleOptimizer cannot wrap an OptimizerWrapper: it knows nothing of sok variables. "
+            "Wrap the optimizer of the dense variables, and train the sok variables without loss scaling"
+        )
+
+    def _apply_others(self, pairs: Sequence[tuple[Any, Any]]) -> Any:
+        return self._optimizer.apply_gradients(pairs)
 
 
 class SGD(RowOptimizer):

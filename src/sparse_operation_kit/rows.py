@@ -1,78 +1,30 @@
-"""Reading rows of dynamic variables, all of a call in one pass of the engine, with gradients by key."""
+"""Reading rows of dynamic variables, all of a call in one pass of the engine, with gradients by key.
+
+A read is reported to the tape that is recording and to the graph of the tf.function that is being traced; the
+graph reports it to the tape around each later call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import tape as tape_lib
+from tensorflow.python.ops.resource_variable_ops import variable_accessed
 
-import embstore
-from embstore import _core
-from embstore.arrays import address, as_keys, empty_floats
+from embstore import EvictionLog
+from embstore.lookup import Access, Pooling, Request, look_up
 from sparse_operation_kit import bridge
 
 if TYPE_CHECKING:
     from sparse_operation_kit.dynamic import DynamicVariable
 
-TRAIN, READ_ZERO = 0, 1
-POOLINGS = {None: 0, "sum": 1, "mean": 2}
+POOLINGS = {"sum": Pooling.SUM, "mean": Pooling.MEAN}
 
 
-@dataclass(frozen=True)
-class Request:
-    """Keys (n) of a table; with a combiner also offsets (samples + 1), int64, and pooled by sample."""
-
-    table: embstore.Table
-    keys: np.ndarray
-    combiner: str | None = None
-    offsets: np.ndarray | None = None
-
-
-def look_up(requests: Sequence[Request], *, training: bool) -> list[np.ndarray]:
-    """The vectors of several tables in one pass; a table that comes again waits for the next."""
-    outs: list[Any] = [None] * len(requests)
-    waiting = list(range(len(requests)))
-    while waiting:
-        first = {id(requests[i].table): i for i in reversed(waiting)}
-        for i, out in zip(first.values(), _look_up([requests[i] for i in first.values()], training)):
-            outs[i] = out
-        waiting = [i for i in waiting if i not in first.values()]
-    return outs
-
-
-def _look_up(requests: Sequence[Request], training: bool) -> list[np.ndarray]:
-    outs, cores, kept = [], [], []
-    for r in requests:
-        k = as_keys(r.keys)
-        samples = 0 if r.offsets is None else len(r.offsets) - 1
-        out = empty_floats(k.n if r.combiner is None else samples, r.table.dim)
-        offsets = 0 if r.offsets is None else address(r.offsets)
-        cores.append(
-            _core.LookupRequest(
-                r.table._core,
-                k.address,
-                k.n,
-                POOLINGS[r.combiner],
-                offsets,
-                samples,
-                0,
-                address(out),
-                0,
-                r.table.dim,
-                0,
-            )
-        )
-        kept.append(k)
-        outs.append(out)
-    results = _core.look_up(cores, TRAIN if training else READ_ZERO)
-    for r, k, (_, refused) in zip(requests, kept, results):
-        if refused:
-            r.table.report_refused(refused, k.n)
-    return outs
+def _access(training: bool) -> Access:
+    return Access.TRAIN if training else Access.READ_ZERO
 
 
 def _look_up_admitted(variable: DynamicVariable, keys: np.ndarray) -> np.ndarray:
@@ -86,28 +38,47 @@ def _look_up_admitted(variable: DynamicVariable, keys: np.ndarray) -> np.ndarray
     return vectors[inverse]
 
 
+def _read(read: Any, variables: Sequence[DynamicVariable], *inputs: tf.Tensor) -> list[tf.Tensor]:
+    """Calls the custom gradient `read` with the handles of the variables, which receive its gradients."""
+    for variable in variables:
+        variable_accessed(variable)
+    result = read(*(v.handle for v in variables), *inputs)
+    return [result] if isinstance(result, tf.Tensor) else list(result)
+
+
+def _by_key(
+    gradient: tf.Tensor, variable: DynamicVariable, keys: tf.Tensor, vectors: tf.Tensor
+) -> tf.IndexedSlices:
+    """The gradient of a variable, of which `vectors` were read."""
+    # A session would skip the read where a loss is linear in the vectors, and the update would find no rows.
+    after = [vectors] if bridge.in_session_graph() else []
+    # The reshapes are needed: where the tape is outside of a tf.function, this runs in the graph of its
+    # backward function, which cannot return a tensor of the forward graph as it is.
+    with tf.control_dependencies(after):
+        return tf.IndexedSlices(tf.reshape(gradient, [-1, variable.dimension]), tf.reshape(keys, [-1]))
+
+
 def read_rows(
     variables: Sequence[DynamicVariable],
-    keys: Sequence[Any],
+    keys: Sequence[tf.Tensor],
     *,
     training: bool = True,
     low_frequency_filter: bool = False,
     guard: Any = None,
 ) -> list[tf.Tensor]:
-    """keys[i].shape + (dimension,) of variables[i]; each variable once.
+    """keys[i].shape + (dimension,) of variables[i]; each variable once. Keys are int64.
 
     The gradient of a variable is tf.IndexedSlices with the keys. `guard` takes an exception of the engine
     instead of raising it, and zeros are returned: a rank must not leave before the exchange that follows.
     """
     count = len(variables)
-    keys = [tf.cast(tf.convert_to_tensor(k), tf.int64) for k in keys]
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         flat = [array.reshape(-1) for array in arrays]
         if low_frequency_filter and training:
             outs = [_look_up_admitted(v, k) for v, k in zip(variables, flat)]
         else:
-            outs = look_up([Request(v.table, k) for v, k in zip(variables, flat)], training=training)
+            outs = look_up([Request(v.table, k) for v, k in zip(variables, flat)], _access(training))
         return [out.reshape(*a.shape, v.dimension) for out, a, v in zip(outs, arrays, variables)]
 
     def guarded(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -125,18 +96,38 @@ def read_rows(
             vector.set_shape(k.shape.concatenate([variable.dimension]))
 
         def gradient(*upstream: tf.Tensor) -> list[Any]:
-            slices = [
-                tf.IndexedSlices(tf.reshape(g, [-1, v.dimension]), tf.reshape(k, [-1]))
-                for g, v, k in zip(upstream, variables, ids)
-            ]
+            slices = [_by_key(*each) for each in zip(upstream, variables, ids, vectors)]
             return [*slices, *([None] * count)]
 
         return vectors, gradient
 
-    for variable in variables:
-        tape_lib.variable_accessed(variable)
-    result = read(*(v.handle for v in variables), *keys)
-    return [result] if isinstance(result, tf.Tensor) else list(result)
+    return _read(read, variables, *keys)
+
+
+def read_and_evict(variable: DynamicVariable, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Rows of the keys, with the gradient of `read_rows`; keys and rows that had to go, without one."""
+    evicted: list[tf.Tensor] = []
+
+    def run(k: np.ndarray) -> list[np.ndarray]:
+        table = variable.table
+        table.set_eviction_log(EvictionLog.ROWS)
+        try:
+            (vectors,) = look_up([Request(table, k.reshape(-1))], Access.TRAIN)
+            gone = table.evictions()
+        finally:
+            table.set_eviction_log(EvictionLog.OFF)
+        return [vectors.reshape(*k.shape, variable.dimension), gone.keys, gone.values]
+
+    @tf.custom_gradient
+    def read(handle: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        vectors, *evicted[:] = bridge.call(run, [ids], [tf.float32, tf.int64, tf.float32])
+        vectors.set_shape(ids.shape.concatenate([variable.dimension]))
+        evicted[0].set_shape([None])
+        evicted[1].set_shape([None, variable.dimension])
+        return vectors, lambda upstream: [_by_key(upstream, variable, ids, vectors), None]
+
+    (vectors,) = _read(read, [variable], keys)
+    return vectors, evicted[0], evicted[1]
 
 
 def pool_rows(
@@ -154,7 +145,7 @@ def pool_rows(
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         parts = zip(variables, arrays[:count], combiners, arrays[count:])
-        return look_up([Request(v.table, k, c, o) for v, k, c, o in parts], training=training)
+        return look_up([Request(v.table, k, POOLINGS[c], o) for v, k, c, o in parts], _access(training))
 
     @tf.custom_gradient
     def read(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
@@ -165,15 +156,12 @@ def pool_rows(
 
         def gradient(*upstream: tf.Tensor) -> list[Any]:
             slices = []
-            for g, k, samples, split, combiner in zip(upstream, ids, sample_of, splits, combiners):
-                if combiner == "mean":
+            for i, (g, split) in enumerate(zip(upstream, splits)):
+                if combiners[i] == "mean":
                     g = tf.math.divide_no_nan(g, tf.cast(split[1:] - split[:-1], tf.float32)[:, tf.newaxis])
-                slices.append(tf.IndexedSlices(tf.gather(g, samples), k))
+                slices.append(_by_key(tf.gather(g, sample_of[i]), variables[i], ids[i], pooled[i]))
             return [*slices, *([None] * (2 * count))]
 
         return pooled, gradient
 
-    for variable in variables:
-        tape_lib.variable_accessed(variable)
-    result = read(*(v.handle for v in variables), *keys, *offsets)
-    return [result] if isinstance(result, tf.Tensor) else list(result)
+    return _read(read, variables, *keys, *offsets)

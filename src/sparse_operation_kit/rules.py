@@ -17,20 +17,10 @@ import tensorflow as tf
 
 import embstore
 from embstore import EpsPlacement
+from embstore.sok_files import STATES
 from sparse_operation_kit import bridge
 
 KERAS_PACKAGES = ("keras", "tf_keras", "tensorflow")
-
-# The names that Keras 2 gives to the states, in the engine's order of them.
-SLOTS = {
-    "SGD": (),
-    "Momentum": ("momentum",),
-    "Adagrad": ("accumulator",),
-    "Adam": ("m", "v"),
-    "Adamax": ("m", "v"),
-    "Adadelta": ("accum_grad", "accum_var"),
-    "Ftrl": ("accumulator", "linear"),
-}
 
 # Entries of a Keras configuration that say nothing about the update.
 NEUTRAL = ("name", "jit_compile", "is_legacy_optimizer", "ema_momentum", "ema_overwrite_frequency")
@@ -56,6 +46,11 @@ def read_rule(optimizer: Any) -> Rule:
         return _rule(name, make(optimizer), lambda _: _number(lambda: getattr(optimizer, rate)))
     if package in KERAS_PACKAGES and kind.__name__ in _KERAS:
         legacy = hasattr(optimizer, "_create_slots")
+        if not legacy and bridge.in_session_graph():
+            raise TypeError(
+                "optimizer should be of tf.compat.v1.train or tf_keras.optimizers.legacy in a graph of "
+                f"tf.compat.v1 but is: {kind.__module__}.{kind.__name__}"
+            )
         config = dict(optimizer.get_config())
         config.pop("learning_rate", None)
         if legacy:
@@ -69,6 +64,11 @@ def read_rule(optimizer: Any) -> Rule:
                     f"{name}={value!r} of {kind.__name__} is not supported by OptimizerWrapper"
                 )
         return _rule(kind.__name__, made, _legacy_rate(optimizer) if legacy else _keras_rate(optimizer))
+    if kind.__name__.startswith("LossScaleOptimizer"):
+        raise TypeError(
+            "optimizer should not be a LossScaleOptimizer: OptimizerWrapper applies gradients as they are. "
+            "Wrap its inner optimizer, and train the sok variables without loss scaling"
+        )
     known = sorted({*_KERAS, *_V1})
     raise NotImplementedError(
         f"{kind.__module__}.{kind.__name__} is not supported by OptimizerWrapper, "
@@ -82,8 +82,8 @@ def sgd_rule(rate: Callable[[], Any]) -> Rule:
 
 
 def _rule(name: str, optimizer: embstore.Optimizer, rate: Callable[[tf.Tensor], tf.Tensor]) -> Rule:
-    momentum = isinstance(optimizer, embstore.SGD) and optimizer.momentum
-    return Rule(name, optimizer, SLOTS["Momentum" if momentum else name], rate)
+    _, slots = STATES.get(optimizer.engine_name, (name, ()))
+    return Rule(name, optimizer, slots, rate)
 
 
 # ---- learning rates

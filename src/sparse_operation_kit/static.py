@@ -10,13 +10,18 @@ On each rank it is a tf.Variable of the rows that are there, so it prints, reads
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+import embstore
 from sparse_operation_kit.communication import tool
+from sparse_operation_kit.keras_steps import require_trained
+from sparse_operation_kit.keys import as_keys
+from sparse_operation_kit.states import continues, fresh_state
 
 _numbers = itertools.count()
 
@@ -90,6 +95,8 @@ class StaticVariable(ResourceVariable):
         self._global_gpu_id = rank
         self._num_gpus = size
         self._target = target
+        self._row_optimizer: embstore.Optimizer | None = None
+        self._slots: dict[str, tf.Variable] = {}
         more = {} if synchronization is None else {"synchronization": synchronization}
         if aggregation is not None:
             more["aggregation"] = aggregation
@@ -130,8 +137,37 @@ class StaticVariable(ResourceVariable):
 
     def key_map(self, indices: Any) -> tf.Tensor:
         """Numbers of rows of the whole table as numbers of rows on the rank that has them."""
-        keys = tf.cast(indices, tf.int64)
+        keys = as_keys(indices, "indices")
         return keys if self._target >= 0 else keys // self._num_gpus
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Rows on this rank by their numbers here."""
+        require_trained(self)
+        return super().sparse_read(indices, name)
+
+    @property
+    def slots(self) -> dict[str, tf.Variable]:
+        """The state that `use_optimizer` made, by name."""
+        return self._slots
+
+    def use_optimizer(
+        self, optimizer: embstore.Optimizer, slots: Sequence[str], *, fresh: bool = False
+    ) -> None:
+        """Gives the rows the state of this optimizer; unless `fresh`, they keep theirs where it fits."""
+        if not fresh and continues(self.name, self._row_optimizer, optimizer, len(self._slots)):
+            return
+        name = self.name.partition(":")[0]
+        state = np.split(fresh_state(optimizer, self.dimension), len(slots)) if slots else []
+        with tf.init_scope():
+            self._slots = {
+                slot: tf.Variable(
+                    tf.tile(tf.constant(row[np.newaxis]), [int(self.shape[0]), 1]),
+                    trainable=False,
+                    name=f"{name}/{slot}",
+                )
+                for slot, row in zip(slots, state)
+            }
+        self._row_optimizer = optimizer
 
     def local_keys(self) -> np.ndarray:
         """The numbers, in the whole table, of the rows on this rank."""

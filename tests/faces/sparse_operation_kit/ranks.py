@@ -71,7 +71,16 @@ def lookups(rank, size):
             loss = tf.add_n([tf.reduce_sum(out**2) for out in outs])
         return outs, tape.gradient(loss, variables)
 
-    for run in (step, tf.function(step)):
+    forward = tf.function(lambda: sok.lookup_sparse(variables, ids, combiners=combiners))
+    forward()  # traced without a tape
+
+    def tape_outside():
+        with tf.GradientTape() as tape:
+            outs = forward()
+            loss = tf.add_n([tf.reduce_sum(out**2) for out in outs])
+        return outs, tape.gradient(loss, variables)
+
+    for run in (step, tf.function(step), tape_outside):
         outs, gradients = run()
         for out, batch, combiner in zip(outs, ids, combiners):
             pool = np.sum if combiner == "sum" else np.mean
@@ -114,6 +123,73 @@ def lookups(rank, size):
     out = sok.lookup_sparse(closed, keys, combiners="sum", use_low_frequency_filter=True)
     np.testing.assert_array_equal(out, np.repeat([[0, 0], [3, 3]], size, axis=0))
     np.testing.assert_array_equal(closed.indices, [size + rank])
+
+
+def sessions(rank, size):
+    """A tf.compat.v1 session trains what eager mode trains."""
+    v1 = tf.compat.v1
+    values = np.random.default_rng(3).normal(size=(ROWS, DIM)).astype(np.float32)
+    batches = [all_batches(seed, size)[rank] for seed in range(3)]
+
+    def loss_of(variables, ids):
+        # Each lookup by itself: a session could run them, and their gradients, in any order.
+        outs = [sok.lookup_sparse(variable, ids, combiners="sum") for variable in variables]
+        return tf.add_n([tf.reduce_sum(out**2) for out in outs])
+
+    eager, wrapper = [make(kind, values) for kind in FOUR], wrapper_of("adam")
+    for ids in batches:
+        with tf.GradientTape() as tape:
+            loss = loss_of(eager, ids)
+        wrapper.apply_gradients(zip(tape.gradient(loss, eager), eager))
+    expected = [sok.export(variable)[1].numpy() for variable in eager]
+    with tf.Graph().as_default(), v1.Session() as session:
+        ours = [sok.Variable(values), sok.Variable(values, mode=f"localized:{size - 1}")]
+        ours += [sok.DynamicVariable(dimension=DIM, mode=v.mode) for v in eager[2:]]
+        for variable, twin in zip(ours[2:], eager[2:]):
+            mine = sok.communication.tool().rank if twin.target_gpu < 0 else 0
+            keys = np.arange(mine, ROWS, size if twin.target_gpu < 0 else 1)
+            if twin.target_gpu in (-1, rank):
+                variable.table.insert_or_assign(keys, values[keys])
+        keys, lengths = v1.placeholder(tf.int64, [None]), v1.placeholder(tf.int64, [None])
+        loss = loss_of(ours, tf.RaggedTensor.from_row_lengths(keys, lengths))
+        train = wrapper_of("adam").apply_gradients(zip(v1.gradients(loss, ours), ours))
+        session.run(v1.global_variables_initializer())
+        for ids in batches:
+            session.run(train, {keys: ids.values.numpy(), lengths: ids.row_lengths().numpy()})
+        for variable, rows in zip(ours, expected):
+            static = not isinstance(variable, sok.DynamicVariable)
+            found = session.run(variable) if static else variable.table.rows().values
+            np.testing.assert_allclose(found, rows, rtol=1e-5, atol=1e-6)
+
+
+def collectives(rank, size):
+    c = sok.communication
+    assert (c.rank(), c.num_ranks(), c.global_gpu_id(), c.num_gpus()) == (rank, size, rank, size)
+    assert (c.local_rank(), c.id_in_rank(), c.num_gpu_per_rank()) == (rank, 0, 1)
+    each = np.arange(size) + 1.5
+    for run in (lambda f: f, tf.function):
+        # Rank r sends r + 1 rows to each rank; a row says where it comes from and where it goes.
+        rows = np.array([[rank, to] for to in range(size) for _ in range(rank + 1)], np.float64)
+        moved, received = run(c.alltoall)(tf.constant(rows), [rank + 1] * size)
+        np.testing.assert_array_equal(moved, [[r, rank] for r in range(size) for _ in range(r + 1)])
+        np.testing.assert_array_equal(received, np.arange(size) + 1)
+        for op, expected in (
+            ("sum", sum(each)),
+            ("average", np.mean(each)),
+            ("max", max(each)),
+            ("min", 1.5),
+        ):
+            reduced = run(lambda op=op: c.allreduce(tf.constant([[each[rank]]], tf.float32), op))()
+            np.testing.assert_allclose(reduced, [[expected]])
+        gathered = run(lambda: c.allgather(tf.fill([rank, 2], rank)))()
+        np.testing.assert_array_equal(gathered, [[r, r] for r in range(size) for _ in range(r)])
+        assert int(run(lambda: c.broadcast(tf.constant(rank), size - 1))()) == size - 1
+    try:
+        c.alltoall(tf.zeros([2]), [2 + (rank == 0)] + [0] * (size - 1))
+    except Exception as error:
+        assert "splits" in str(error), error
+    else:
+        raise AssertionError("splits that do not fit on one rank should be refused on all")
 
 
 def shapes(rank, size):
@@ -299,6 +375,17 @@ def failures(rank, size):
             assert "99" in str(error), error
         else:
             raise AssertionError("a key outside of the table should be refused on every rank")
+    for run in (lambda f: f, tf.function):  # weights that do not fit, on one rank
+        ids = tf.RaggedTensor.from_row_lengths(tf.constant([1, 2, 3], tf.int64), [2, 1])
+        weights = tf.RaggedTensor.from_row_lengths(
+            tf.ones([1 if rank == 0 else 3]), [0, 1] if rank == 0 else [2, 1]
+        )
+        try:
+            run(lambda i, w: sok.lookup_sparse(variable, i, w))(ids, weights)
+        except Exception as error:
+            assert "3 weights but hold: 1" in str(error), error
+        else:
+            raise AssertionError("weights that do not fit should be refused on every rank")
     closed = sok.DynamicVariable(dimension=2)
     if rank == 0:
         closed.table.close()
@@ -353,7 +440,7 @@ def main():
     for scenario in (increments, capacity):  # at every number of ranks
         scenario(t.rank, t.size)
     if what == "train":
-        for scenario in (shapes, lookups, failures):
+        for scenario in (shapes, lookups, sessions, collectives, failures):
             scenario(t.rank, t.size)
         for name in OPTIMIZERS:
             for kind in FOUR[:3] if name == "adam" else ("distributed", "hybrid"):

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import sparse_operation_kit as sok
 from embstore.checkpoint.ranks import CheckpointError
@@ -195,6 +196,87 @@ def test_a_dump_that_does_not_fit_is_refused(tmp_path):
         sok.dump(tmp_path / "w", tf.Variable([1.0]))
     with pytest.raises(ValueError, match="OptimizerWrapper"):
         sok.dump(tmp_path / "w", variable, tf.keras.optimizers.SGD())
+
+
+PLAIN = [
+    (family, name, options)
+    for family in (tf.keras.optimizers, tf_keras.optimizers, tf_keras.optimizers.legacy)
+    for name, options in (
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("Adagrad", {"initial_accumulator_value": 0.5}),
+        ("Adam", {}),
+        ("Adamax", {}),
+        ("Adadelta", {}),
+        ("Ftrl", {}),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "options"), PLAIN, ids=[f"{f.__name__} {n} {len(o)}" for f, n, o in PLAIN]
+)
+def test_a_plain_optimizer_of_static_variables_is_dumped_under_the_names_of_the_wrapper(
+    tmp_path, family, name, options
+):
+    """Trained, dumped and loaded into a new variable and optimizer: the next step moves both alike."""
+    values = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    gradients = np.random.default_rng(1).normal(size=(3, 5, 3)).astype(np.float32)
+
+    def fresh(start, mode):
+        return [sok.Variable(start, name=n, mode=m) for n, m in (("a", None), ("b", mode))] + [
+            tf.Variable(start[:1], name="dense")
+        ]
+
+    def step(optimizer, variables, number):
+        pairs = [(tf.constant(gradients[number] * (i + 1)), v) for i, v in enumerate(variables[:2])]
+        optimizer.apply_gradients([*pairs, (tf.constant(gradients[number][:1]), variables[2])])
+
+    trained, optimizer = fresh(values, "localized:0"), getattr(family, name)(0.1, **options)
+    step(optimizer, trained, 0)
+    step(optimizer, trained, 1)
+    sok.dump(tmp_path / "w", trained[:2], optimizer)
+    wrapped = sok.Variable(values, name="a")
+    wrapper = sok.OptimizerWrapper(getattr(family, name)(0.1, **options))
+    names = {p.name.removeprefix("a_0-") for p in (tmp_path / "w").glob("a_0-*")}
+    assert names == {"key", "weight", *(f"{name}-{slot}" for slot in wrapper.get_slot_names())}
+
+    loaded, again = fresh(np.zeros((5, 3), np.float32), "localized:0"), getattr(family, name)(0.1, **options)
+    loaded[2].assign(trained[2])
+    if family is not tf_keras.optimizers.legacy:
+        with pytest.raises(ValueError, match=r"a:0.*build"):
+            sok.load(tmp_path / "w", loaded[:2], again)
+        np.testing.assert_array_equal(loaded[0], np.zeros((5, 3)))
+        again.build(loaded)
+    sok.load(tmp_path / "w", loaded[:2], [again])
+    step(optimizer, trained, 2)
+    step(again, loaded, 2)
+    assert int(again.iterations.numpy()) == 3
+    for variable, twin in zip(loaded[:2], trained[:2]):
+        np.testing.assert_array_equal(variable, twin)
+
+    sok.load(tmp_path / "w", wrapped, wrapper)  # the wrapper continues what the plain optimizer began
+    assert int(wrapper.iterations) == 2
+    wrapper.apply_gradients([(tf.constant(gradients[2]), wrapped)])
+    np.testing.assert_allclose(wrapped, trained[0], rtol=2e-5, atol=2e-6)
+
+
+def test_a_plain_optimizer_is_refused_where_its_states_would_be_lost(tmp_path):
+    static, dynamic = trained(kind="static", name="s")[0], trained(name="d")[0]
+    for optimizer, variables, named in (
+        (tf.keras.optimizers.SGD(), [static, dynamic], "OptimizerWrapper.*'d:0'"),
+        (tf.keras.optimizers.RMSprop(), [static], "RMSprop"),
+        (tf.compat.v1.train.AdamOptimizer(), [static], "AdamOptimizer"),
+        ("adam", [static], "str"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            sok.dump(tmp_path / "w", variables, optimizer)
+    for optimizer in (tf.keras.optimizers.Adam(amsgrad=True), tf_keras.optimizers.legacy.Adam(amsgrad=True)):
+        with pytest.raises(NotImplementedError, match="amsgrad"):
+            sok.dump(tmp_path / "w", static, optimizer)
+    with pytest.raises(NotImplementedError, match="use_ema"):
+        sok.dump(tmp_path / "w", static, tf_keras.optimizers.Adam(use_ema=True))
+    assert not (tmp_path / "w").exists()
 
 
 def test_variables_dumped_one_after_the_other_stay_together(tmp_path):

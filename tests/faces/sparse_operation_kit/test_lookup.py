@@ -182,6 +182,38 @@ def test_bad_input_is_named_and_makes_no_rows(arguments, named):
     assert int(variable.size[0]) == 0
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "tf.function"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["ragged", "sparse"])
+@pytest.mark.parametrize(
+    ("lengths", "named"),
+    [([1, 0], "3 weights but hold: 1"), ([1, 2], "differ in sample 0"), ([0, 0], "hold: 0")],
+)
+def test_weights_should_fit_the_keys_in_every_mode(lengths, named, sparse, graph):
+    variable = sok.DynamicVariable(dimension=2)
+    ids = tf.RaggedTensor.from_row_lengths(tf.constant([4, 5, 6], tf.int64), [2, 1])
+    weights = tf.RaggedTensor.from_row_lengths(tf.ones([sum(lengths)]), lengths)
+
+    def look_up(ids, weights):
+        if sparse:
+            ids, weights = ids.to_sparse(), weights.to_sparse()
+        return sok.lookup_sparse(variable, ids, weights, combiners="sum")
+
+    if graph:
+        spec = [tf.RaggedTensorSpec([None, None], tf.int64), tf.RaggedTensorSpec([None, None], tf.float32)]
+        look_up = tf.function(look_up, input_signature=spec)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=named):
+        look_up(ids, weights)
+    assert int(variable.size[0]) == 0
+
+
+def test_an_embedding_variable_of_deeprec_is_refused_with_the_way_out():
+    class EmbeddingVariable:
+        target_gpu = -1
+
+    with pytest.raises(ValueError, match=r"EmbeddingVariable.*sok.DynamicVariable"):
+        sok.lookup_sparse([EmbeddingVariable()], [IDS], combiners=["sum"])
+
+
 @pytest.mark.parametrize("key", [-1, ROWS])
 def test_a_key_outside_of_a_static_table_is_refused(key):
     variable = sok.Variable(table(np.random.default_rng(3)))

@@ -118,6 +118,34 @@ def test_the_learning_rate_of_the_wrapped_object_is_read_at_every_step(family, g
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_learning_rate_can_be_set_and_assigned_on_the_wrapper(family):
+    inner = FAMILIES[family].SGD(1.0)
+    wrapper, variable = sok.OptimizerWrapper(inner), make_variable("hybrid", np.zeros((1, 1), np.float32))
+
+    @tf.function
+    def step(rate):
+        wrapper.lr.assign(rate)
+        wrapper.apply_gradients([(slices([0], np.ones((1, 1), np.float32)), variable)])
+
+    for rate in (0.5, 0.25):
+        step(tf.constant(rate))
+    assert float(wrapper.learning_rate) == float(inner.learning_rate) == 0.25
+    np.testing.assert_allclose(sok.export(variable)[1], [[-0.75]])
+    for name in ("learning_rate", "lr"):
+        setattr(wrapper, name, 2.0)
+        assert float(inner.learning_rate) == float(wrapper.lr) == float(wrapper.learning_rate) == 2.0
+        wrapper.lr = 1.0
+
+
+@pytest.mark.parametrize(("optimizer", "attribute"), [("GradientDescent", "_learning_rate"), ("Adam", "_lr")])
+def test_the_learning_rate_of_a_v1_optimizer_can_be_set_on_the_wrapper(optimizer, attribute):
+    inner = getattr(V1, f"{optimizer}Optimizer")(1.0)
+    wrapper = sok.OptimizerWrapper(inner)
+    wrapper.learning_rate = 0.5
+    assert wrapper.lr == getattr(inner, attribute) == 0.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_schedule_is_followed_by_the_count_of_the_wrapper(family):
     schedules = tf_keras.optimizers.schedules if family != "keras" else tf.keras.optimizers.schedules
     inner = FAMILIES[family].SGD(schedules.PiecewiseConstantDecay([1, 2], [1.0, 0.5, 0.125]))
@@ -170,14 +198,44 @@ def test_what_the_engine_does_not_have_is_refused_by_name(optimizer, named):
         sok.OptimizerWrapper(optimizer())
 
 
-def test_a_variable_stays_with_the_optimizer_whose_states_it_holds():
-    variable = make_variable("hybrid", np.ones((1, 1), np.float32))
-    gradient = slices([0], np.ones((1, 1), np.float32))
-    sok.SGD(lr=0.5).apply_gradients([(gradient, variable)])  # has no states
+@pytest.mark.parametrize("kind", ["static", "hybrid"])
+def test_another_optimizer_needs_an_explicit_call_to_drop_the_state_of_the_first(kind):
+    variable = make_variable(kind, np.ones((3, 2), np.float32))
+    gradient = slices([0, 2], np.ones((2, 2), np.float32))
+    sok.SGD(lr=0.5).apply_gradients([(gradient, variable)])  # has no state
     sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.0)).apply_gradients([(gradient, variable)])
-    np.testing.assert_allclose(sok.export(variable)[1], [[0.5]])
-    with pytest.raises(ValueError, match="one optimizer"):
-        sok.OptimizerWrapper(tf.keras.optimizers.Adagrad(0.1)).apply_gradients([(gradient, variable)])
+    before = sok.export(variable)[1].numpy()
+    np.testing.assert_allclose(before, [[0.5, 0.5], [1, 1], [0.5, 0.5]])
+    for other in (
+        tf.keras.optimizers.Adagrad(0.1),
+        tf.keras.optimizers.Adam(0.1, beta_1=0.5),
+        tf.keras.optimizers.SGD(0.1),
+    ):
+        wrapper = sok.OptimizerWrapper(other)
+        with pytest.raises(ValueError, match=rf"{variable.name}.*Adam.*reset_slots"):
+            wrapper.apply_gradients([(gradient, variable)])
+        assert int(wrapper.iterations) == 0
+        np.testing.assert_array_equal(sok.export(variable)[1], before)
+    wrapper = sok.OptimizerWrapper(tf.keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25))
+    wrapper.reset_slots([variable])
+    np.testing.assert_array_equal(sok.export(variable)[1], before)
+    state = wrapper.get_slot(variable, "accumulator")
+    state = state.numpy() if kind == "static" else state.values()
+    np.testing.assert_array_equal(state, np.full((3, 2), 0.25))
+    wrapper.apply_gradients([(gradient, variable)])
+
+
+@pytest.mark.parametrize("kind", ["static", "hybrid"])
+def test_a_second_wrapper_of_the_same_optimizer_continues_the_state(kind):
+    variable, twin = (make_variable(kind, np.ones((3, 2), np.float32)) for _ in range(2))
+    gradient = slices([0, 2], np.ones((2, 2), np.float32))
+    whole = sok.OptimizerWrapper(tf.keras.optimizers.Adagrad(0.5))
+    for rate in (0.5, 0.25):
+        whole.learning_rate = rate
+        whole.apply_gradients([(gradient, twin)])
+        one = sok.OptimizerWrapper(tf.keras.optimizers.Adagrad(rate))
+        one.apply_gradients([(gradient, variable)])
+    np.testing.assert_array_equal(sok.export(variable)[1], sok.export(twin)[1])
 
 
 def test_other_variables_go_to_the_wrapped_optimizer_and_missing_gradients_are_passed_by():

@@ -1,0 +1,97 @@
+"""Lookups of several tables in one call of the engine, on numpy arrays.
+
+    requests = [Request(users, [7, -1]), Request(items, [3, 3, 5], Pooling.SUM, offsets=[0, 2, 3])]
+    of_users, of_items = look_up(requests, Access.TRAIN)
+
+A result is float32 and has the shape (keys, dim), or (samples, dim) where it is pooled. torch is not needed:
+`embstore.batch` does the same with autograd.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore import _core
+from embstore.arrays import address, as_keys, empty_floats
+from embstore.options import DType
+from embstore.table import Table
+
+
+class Pooling(enum.IntEnum):
+    """How the vectors of a bag become one."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+
+
+class Access(enum.IntEnum):
+    """What a batch may do with a table."""
+
+    TRAIN = 0
+    READ_ZERO = 1
+    READ_INITIAL = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """Keys (n) of a table. Pooled: also offsets (samples + 1), which the engine checks."""
+
+    table: Table
+    keys: Any
+    pooling: Pooling = Pooling.NONE
+    offsets: Any = None
+
+
+def look_up(requests: Sequence[Request], access: Access) -> list[npt.NDArray[np.float32]]:
+    """The vectors of each request. The engine's threads are shared among the tables; a table that appears
+    again is looked up in a second pass. Raises (or warns) where keys are refused, as their table asks for."""
+    outs: list[Any] = [None] * len(requests)
+    waiting = list(range(len(requests)))
+    while waiting:
+        first = {id(requests[i].table): i for i in reversed(waiting)}
+        for i, out in zip(first.values(), _one_pass([requests[i] for i in first.values()], access)):
+            outs[i] = out
+        waiting = [i for i in waiting if i not in first.values()]
+    return outs
+
+
+def _one_pass(requests: Sequence[Request], access: Access) -> list[npt.NDArray[np.float32]]:
+    outs, engine_requests, kept = [], [], []
+    for r in requests:
+        if (r.offsets is None) != (r.pooling == Pooling.NONE):
+            raise ValueError(f"offsets should be given with pooling, and only then, but are: {r.offsets!r}")
+        keys = as_keys(r.keys)
+        offsets = None if r.offsets is None else as_keys(r.offsets, "offsets")
+        samples = 0 if offsets is None else offsets.n - 1
+        if samples < 0:
+            raise ValueError("offsets should have at least one item but are empty")
+        out = empty_floats(keys.n if offsets is None else samples, r.table.dim)
+        engine_requests.append(
+            _core.LookupRequest(
+                r.table._core,
+                keys.address,
+                keys.n,
+                int(r.pooling),
+                0 if offsets is None else offsets.address,
+                samples,
+                0,
+                address(out),
+                int(DType.FLOAT32),
+                r.table.dim,
+                0,
+            )
+        )
+        kept.append((keys, offsets))
+        outs.append(out)
+    results = _core.look_up(engine_requests, int(access))
+    for r, (keys, _), (_, refused) in zip(requests, kept, results, strict=True):
+        if refused:
+            r.table.report_refused(refused, keys.n)
+    return outs

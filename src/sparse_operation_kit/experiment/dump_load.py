@@ -1,0 +1,11 @@
+"""Dump and load."""
+
+from sparse_operation_kit.dump import (
+    dump,
+    load,
+)
+
+__all__ = [
+    "dump",
+    "load",
+]

@@ -1,0 +1,11 @@
+"""Optimizers."""
+
+from sparse_operation_kit.optimizer import (
+    SGD,
+    OptimizerWrapper,
+)
+
+__all__ = [
+    "SGD",
+    "OptimizerWrapper",
+]
