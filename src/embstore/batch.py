@@ -247,8 +247,18 @@ def run(
     arrange  puts the gradient of `out` into the order of the requests' `gradient_positions`
     """
     batch = Batch(requests, update, counts=counts, out=out, gradient_scale=gradient_scale, arrange=arrange)
+    return run_batch(batch, access, anchor, weights)
+
+
+def run_batch(
+    batch: Batch,
+    access: Access,
+    anchor: torch.Tensor,
+    weights: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """`run` for a batch that the caller has made."""
     if access == Access.TRAIN and torch.is_grad_enabled():
-        inputs = weights or [None] * len(requests)
+        inputs = weights or [None] * len(batch.requests)
         return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]
     return batch.forward(access)
 

@@ -145,7 +145,7 @@ def dump(
         raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
     while _running:
         _running.pop().finish()  # a table has one snapshot at a time
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, "dump()")
     order = Order(layout, bool(optim), overwrite=overwrite)
     sources = snapshot_all(tables, order.optim, ranks, ownership)
     job = start(Path(path), {ranks.rank: sources}, ranks.world, order, ranks)

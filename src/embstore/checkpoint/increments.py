@@ -109,7 +109,7 @@ class IncrementLog:
         ownership: OwnershipOf = Ownership.ROUNDROBIN,
     ) -> IncrementLog:
         """Writes the tables as number 0 of a new log and keeps track of their changes from now on."""
-        log, ranks = IncrementLog(path), ranks_of(group)
+        log, ranks = IncrementLog(path), ranks_of(group, "IncrementLog.create()")
 
         def check() -> str:
             if log.path.is_dir() and any(_ENTRY.fullmatch(p.name) for p in log.path.iterdir()):
@@ -117,7 +117,7 @@ class IncrementLog:
             return secrets.token_hex(16)
 
         facts = {"log": ranks.lead(check), "number": 0}
-        track(tables)
+        ranks.together(lambda: track(tables))
         order = Order("v1a", optim, facts)
         sources = snapshot_all(tables, optim, ranks, ownership)
         start(log._entry("base", 0), {ranks.rank: sources}, ranks.world, order, ranks).run(ranks)
@@ -130,7 +130,7 @@ class IncrementLog:
         The tables are those that `create` or `load` was called with. On failure every rank raises, the
         log is as it was, and the changes are part of the next increment.
         """
-        ranks = ranks_of(group)
+        ranks = ranks_of(group, "IncrementLog.append()")
 
         def successor() -> tuple[dict[str, Any], bool, dict[str, dict[str, Ownership]]]:
             last = self.chain()[-1]
@@ -177,16 +177,20 @@ class IncrementLog:
         Rows that were in the tables before are removed. With `writable` their changes are tracked from
         now on, so that `append` may follow.
         """
-        ranks = ranks_of(group)
+        ranks = ranks_of(group, "IncrementLog.load()")
         base, optim, ownership = ranks.lead(self._base)
-        for named in tables.values():
-            for table in named.values():
-                table.clear()
+
+        def clear() -> None:
+            for named in tables.values():
+                for table in named.values():
+                    table.clear()
+
+        ranks.together(clear)
         load(self._entry("base", base), tables, optim=optim, group=ranks, ownership=ownership)
         self.applied = base
         self.follow(tables, group=ranks)
         if writable:
-            track(tables)
+            ranks.together(lambda: track(tables))
         return self.applied
 
     def _base(self) -> tuple[int, bool, dict[str, dict[str, Ownership]]]:
@@ -195,7 +199,7 @@ class IncrementLog:
 
     def follow(self, tables: Tables, *, group: Any = None) -> list[int]:
         """Applies the increments that are new; returns their numbers."""
-        ranks = ranks_of(group)
+        ranks = ranks_of(group, "IncrementLog.follow()")
 
         def plan() -> list[int] | None:
             chain = self.chain()

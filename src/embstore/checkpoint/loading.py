@@ -45,7 +45,7 @@ def load(
 
         embstore.load("/data/monday", {"model": {"user": table}}, optim=True)
     """
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, "load()")
     pairs: list[tuple[DumpTable, Table]] = []
 
     def open_all() -> None:
