@@ -29,6 +29,7 @@ from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.scores import get_score, set_score
 from dynamicemb.tables import HoldsDynamicTables, engine_options, make_table
 from embstore.batch import as_key_tensor, as_weights
+from embstore.distributed.ranks import Ranks
 
 _OPTIMIZER_ARGS = {field.name for field in dataclasses.fields(OptimizerArgs)}
 
@@ -103,10 +104,10 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
         if self.pooling_mode == DynamicEmbPoolingMode.NONE:
             ends = [sum(features[: i + 1]) for i in range(len(features))]
             cells = [[Cell(f, f + 1) for f in range(e - n, e)] for n, e in zip(features, ends, strict=True)]
-            self._lookup = KeyLookup(tables, output_dtype, None, 1, cells)
+            self._lookup = KeyLookup(tables, output_dtype, Ranks(), cells)
         else:
             means = [self.pooling_mode == DynamicEmbPoolingMode.MEAN] * len(names)
-            self._lookup = BagLookup(tables, output_dtype, None, 1, features, means)
+            self._lookup = BagLookup(tables, output_dtype, Ranks(), features, means)
 
     @property
     def table_names(self) -> list[str]:

@@ -1,6 +1,7 @@
-"""What travels between ranks: keys to their owners, vectors back, gradients to the owners again.
+"""The owners' part of a step: they look up what all ranks asked for, and the vectors travel back.
 
-Every collective here is issued by every rank in every step, whatever its batch holds.
+Every collective here is issued by every rank in every step, whatever its batch holds. A rank whose lookup
+fails says so with its vectors, and all of them raise.
 """
 
 from __future__ import annotations
@@ -9,94 +10,104 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from embstore.arrays import empty_tensor
+from embstore.batch import Access, Batch
+from embstore.distributed.exchange import as_bytes, swap, swap_with_marks, with_marks
+from embstore.distributed.ranks import TorchRanks
 from embstore.routing import sum_rows
 
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """gloo does not know every dtype. An empty tensor may have strides that `view` refuses."""
-    return rows.view(-1).view(torch.uint8) if rows.numel() else torch.empty(0, dtype=torch.uint8)
+STEP = "a step of dynamic tables"  # in errors
 
 
-def all_to_all(
-    rows: torch.Tensor,
-    send: Sequence[int],
-    receive: Sequence[int],
-    group: dist.ProcessGroup,
-    async_op: bool = False,
-) -> tuple[torch.Tensor, Any]:
-    """Sends the first send[0] rows to rank 0, and so on. Returns what came, and what to wait for."""
-    row = rows.shape[1:]
-    # The pool of the engine has pages that are mapped already.
-    out = empty_tensor((sum(receive), *row), rows.dtype)
-    width = rows.dtype.itemsize * row.numel()
-    work = dist.all_to_all_single(
-        _bytes(out),
-        _bytes(rows.contiguous()),
-        [n * width for n in receive],
-        [n * width for n in send],
-        group=group,
-        async_op=async_op,
-    )
-    return out, work
+def _look_up_and_swap(
+    batch: Batch, access: Access, send: Sequence[int], receive: Sequence[int], ranks: TorchRanks
+) -> torch.Tensor:
+    """The vectors that the owners looked up for this rank, with a mark after those of each owner."""
+    out = batch.out
+    assert out is not None
+    failures: list[BaseException] = []
+    try:
+        batch.forward(access)
+    except BaseException as error:  # every rank gets to know
+        failures.append(error)
+    return swap_with_marks(out, send, receive, failures, ranks, STEP)
+
+
+def _update(batch: Batch, gradient: torch.Tensor, ranks: TorchRanks) -> None:
+    if not batch.slots:
+        raise RuntimeError("a batch can be backpropagated once: its rows have already been updated")
+    try:
+        batch.backward([gradient], [False] * len(batch.requests))
+    except BaseException as error:
+        ranks.report(error)
+        raise
 
 
 class SumOfOwners(torch.autograd.Function):
-    """Pooled vectors: each owner has summed its share of every bag; the shares of a bag are added up.
+    """Pooled vectors: each owner sums its share of every bag; the shares of a bag are added up.
 
-        partial (all samples, columns) on each owner  ->  (own samples, columns)
+        the bags of all ranks on each owner  ->  (own samples, columns)
 
-    Backward sends the gradient of the own samples to all owners.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, samples: list[int], group: dist.ProcessGroup) -> Any:
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-        own = samples[rank]
-        ctx.samples, ctx.group = samples, group
-        shares, _ = all_to_all(partial, samples, [own] * world, group)
-        total = shares[:own]
-        for owner in range(1, world):  # always in this order
-            total += shares[owner * own : (owner + 1) * own]
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        world = dist.get_world_size(ctx.group)
-        own = gradient.shape[0]
-        if len(set(ctx.samples)) == 1:
-            everything = empty_tensor((own * world, gradient.shape[1]), gradient.dtype)
-            dist.all_gather_into_tensor(_bytes(everything), _bytes(gradient.contiguous()), group=ctx.group)
-        else:
-            copies = gradient.repeat(world, 1)
-            everything, _ = all_to_all(copies, [own] * world, ctx.samples, ctx.group)
-        return everything, None, None
-
-
-class AnswersOfOwners(torch.autograd.Function):
-    """Single vectors: what the owners answered, put where the batch asked for it.
-
-    answers (keys that I own, dim)  ->  (n, dim): vector index[i] of all replies for occurrence i
+    The batch writes its bags to `with_marks(samples)`. Backward sends the gradient of the own samples to all
+    owners. `anchor` makes autograd call it; None in evaluation.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        answers: torch.Tensor,
+        anchor: torch.Tensor | None,
+        batch: Batch,
+        access: Access,
+        samples: list[int],
+        ranks: TorchRanks,
+    ) -> Any:
+        own = samples[ranks.rank]
+        ctx.batch, ctx.samples, ctx.ranks = batch, samples, ranks
+        shares = _look_up_and_swap(batch, access, samples, [own] * ranks.world, ranks)
+        total = shares[:own]
+        for owner in range(1, ranks.world):  # always in this order
+            total += shares[owner * (own + 1) :][:own]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        own, ranks = gradient.shape[0], ctx.ranks
+        if len(set(ctx.samples)) == 1:
+            everything = empty_tensor((own * ranks.world, gradient.shape[1]), gradient.dtype)
+            ranks.all_gather_rows(as_bytes(everything), as_bytes(gradient.contiguous()), STEP)
+        else:
+            copies = gradient.repeat(ranks.world, 1)
+            everything = swap(copies, [own] * ranks.world, ctx.samples, ranks, STEP)
+        _update(ctx.batch, everything, ranks)
+        return None, None, None, None, None
+
+
+class AnswersOfOwners(torch.autograd.Function):
+    """Single vectors: what the owners answered, put where the batch asked for it.
+
+    The batch writes its vectors to `with_marks(owned)`  ->  (n, dim): reply index[i] for occurrence i
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor | None,
+        batch: Batch,
+        access: Access,
         index: torch.Tensor,
         asked: list[int],
         owned: list[int],
         repeated: bool,
-        group: dist.ProcessGroup,
+        ranks: TorchRanks,
     ) -> Any:
-        ctx.index, ctx.asked, ctx.owned, ctx.repeated, ctx.group = index, asked, owned, repeated, group
-        replies, _ = all_to_all(answers, owned, asked, group)
-        out = empty_tensor((index.numel(), answers.shape[1]), answers.dtype)
-        return torch.index_select(replies, 0, index, out=out)
+        ctx.batch, ctx.ranks = batch, ranks
+        ctx.index, ctx.asked, ctx.owned, ctx.repeated = index, asked, owned, repeated
+        replies = _look_up_and_swap(batch, access, owned, asked, ranks)
+        out = empty_tensor((index.numel(), replies.shape[1]), replies.dtype)
+        return torch.index_select(replies, 0, with_marks(asked)[index], out=out)
 
     @staticmethod
     @once_differentiable
@@ -109,5 +120,5 @@ class AnswersOfOwners(torch.autograd.Function):
             order[ctx.index] = torch.arange(n)
             sums = empty_tensor((n, gradient.shape[1]), gradient.dtype)
             torch.index_select(gradient.contiguous(), 0, order, out=sums)
-        gradients, _ = all_to_all(sums, ctx.asked, ctx.owned, ctx.group)
-        return gradients, None, None, None, None, None
+        _update(ctx.batch, swap(sums, ctx.asked, ctx.owned, ctx.ranks, STEP), ctx.ranks)
+        return (None,) * 8

@@ -8,7 +8,6 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import comm_ops
 from torchrec.distributed.embedding_sharding import BaseEmbeddingDist
@@ -16,25 +15,23 @@ from torchrec.distributed.embedding_types import BaseEmbeddingLookup
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
-import embstore
-from dynamicemb.agreement import raise_together
 from dynamicemb.exchange import AnswersOfOwners, SumOfOwners
 from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.tables import DynamicTable
 from embstore.arrays import empty_tensor
-from embstore.batch import Access, Arrange, Pooling, Request, run
+from embstore.batch import Access, Batch, Pooling, Request, run_batch
+from embstore.distributed.exchange import with_marks
+from embstore.distributed.ranks import Ranks
 
 
 class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
     """Base of the lookups. `_Sharded...` collections hand their train() and eval() on to it."""
 
-    def __init__(
-        self, tables: Sequence[DynamicTable], dtype: torch.dtype, group: dist.ProcessGroup | None, world: int
-    ) -> None:
+    def __init__(self, tables: Sequence[DynamicTable], dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
         self._tables = list(tables)
-        self._dtype, self._group, self._world = dtype, group, world
+        self._dtype, self._ranks, self._world = dtype, ranks, ranks.world
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
         # TorchRec wants a parameter for every table. It has no rows: they live in the table.
         self._placeholders: dict[str, nn.Parameter] = {}
@@ -48,43 +45,25 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
         )
         for t, group_of_table in zip(self._tables, self._optimizer.param_groups, strict=True):
             t.param_group = group_of_table
-        self._checks = any(t.table.options.check_mode == embstore.CheckMode.ERROR for t in self._tables)
-        self._unscored = any(
-            t.table.options.score_strategy == embstore.ScoreStrategy.CUSTOMIZED for t in self._tables
-        )
 
     @property
     def fused_optimizer(self) -> DynamicEmbeddingFusedOptimizer:
         return self._optimizer
 
-    def _answer(
-        self, requests: list[Request], out: torch.Tensor, arrange: Arrange | None = None
-    ) -> torch.Tensor:
-        """One engine call. An error that one rank may have alone is raised by all of them."""
-        access = Access.TRAIN if self.training else Access.READ_ZERO
+    def _begin_step(self) -> float:
+        """Passes learning rates on to the tables; returns the scale of gradients."""
         for t in self._tables:
             t.sync_learning_rate()
-        scale = 1.0 / self._world if comm_ops.get_gradient_division() else 1.0
-        share_errors = self.training and self._group is not None and (self._checks or self._unscored)
-        error = None
-        try:
-            (out,) = run(
-                requests,
-                access=access,
-                anchor=self._anchor,
-                out=out,
-                gradient_scale=scale,
-                arrange=arrange,
-            )
-        except (RuntimeError, MemoryError) as failure:
-            if not share_errors:
-                raise
-            error = failure
-        if share_errors:
-            raise_together(error, self._group)
-        # A score that was set once stays: from now on no rank can be without one.
-        self._unscored &= not self.training
-        return out
+        return 1.0 / self._world if comm_ops.get_gradient_division() else 1.0
+
+    @property
+    def _access(self) -> Access:
+        return Access.TRAIN if self.training else Access.READ_ZERO
+
+    @property
+    def _trained(self) -> torch.Tensor | None:
+        """What makes autograd call the backward pass, where there is one."""
+        return self._anchor if self.training else None
 
     # ---- what TorchRec asks of a lookup
 
@@ -108,12 +87,11 @@ class BagLookup(Lookup):
         self,
         tables: Sequence[DynamicTable],
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
-        world: int,
+        ranks: Ranks,
         features: Sequence[int],
         mean: Sequence[bool],
     ) -> None:
-        super().__init__(tables, dtype, group, world)
+        super().__init__(tables, dtype, ranks)
         self._features = list(features)  # of each table
         self._mean = list(mean)  # of each table
         widths = [t.table.dim for t, count in zip(tables, features, strict=True) for _ in range(count)]
@@ -122,21 +100,23 @@ class BagLookup(Lookup):
         self._width = sum(widths)
         self._blocks = [(dim, len(list(run_))) for dim, run_ in groupby(widths)]  # features of one width
         self._ends = list(accumulate(features, initial=0))  # features before each table
-        self._places: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] = (-1, [])
+        self._places: tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]] = ([], [])
 
-    def _places_for(self, samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _places_for(self, samples_of_ranks: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each table: where its bags begin in the output, and in the gradient as `_arranged` has it.
         Kept, as batches mostly have one size."""
-        if self._places[0] != samples:
+        if self._places[0] != samples_of_ranks:
+            samples = sum(samples_of_ranks)
             numbers = torch.arange(samples, dtype=torch.int64)
+            rows = numbers if self._world == 1 else with_marks(samples_of_ranks)
             of_tables = [
                 (
-                    (columns[:, None] + numbers * self._width).reshape(-1),
+                    (columns[:, None] + rows * self._width).reshape(-1),
                     (columns[:, None] * samples + numbers * t.table.dim).reshape(-1),
                 )
                 for t, columns in zip(self._tables, self._columns.split(self._features), strict=True)
             ]
-            self._places = (samples, of_tables)
+            self._places = (samples_of_ranks, of_tables)
         return self._places[1]
 
     def _arranged(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -160,7 +140,7 @@ class BagLookup(Lookup):
         starts = batch.offsets[::samples].tolist() if samples else [0] * (self._ends[-1] + 1)
         bounds = [starts[end] for end in self._ends]
         for i, (t, mean, places) in enumerate(
-            zip(self._tables, self._mean, self._places_for(samples), strict=True)
+            zip(self._tables, self._mean, self._places_for(batch.samples), strict=True)
         ):
             first, last = bounds[i], bounds[i + 1]
             offsets = batch.offsets[self._ends[i] * samples : self._ends[i + 1] * samples + 1]
@@ -176,10 +156,17 @@ class BagLookup(Lookup):
                 )
             )
         # Shares of several owners are added up in float32 before they are rounded.
-        out = empty_tensor((samples, self._width), self._dtype if alone else torch.float32)
-        out = self._answer(requests, out, self._arranged)
-        if not alone:
-            out = SumOfOwners.apply(out, batch.samples, self._group)
+        dtype, marks = (self._dtype, 0) if alone else (torch.float32, self._world)
+        whole = Batch(
+            requests,
+            out=empty_tensor((samples + marks, self._width), dtype),
+            gradient_scale=self._begin_step(),
+            arrange=self._arranged,
+        )
+        if alone:
+            (out,) = run_batch(whole, self._access, self._anchor)
+        else:
+            out = SumOfOwners.apply(self._trained, whole, self._access, batch.samples, self._ranks)
             if batch.mean_scale is not None:
                 out = out * batch.mean_scale.repeat_interleave(self._widths, 1)
         return out.to(device=batch.device, dtype=self._dtype)
@@ -192,12 +179,11 @@ class KeyLookup(Lookup):
         self,
         tables: Sequence[DynamicTable],
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
-        world: int,
+        ranks: Ranks,
         cells: Sequence[Sequence[Cell]],
     ) -> None:
-        super().__init__(tables, dtype, group, world)
-        self._runs = [len(of_table) * world for of_table in cells]  # of each table
+        super().__init__(tables, dtype, ranks)
+        self._runs = [len(of_table) * ranks.world for of_table in cells]  # of each table
         self._repeated = any(cell.unique for of_table in cells for cell in of_table)
         self._dim = tables[0].table.dim
 
@@ -208,20 +194,42 @@ class KeyLookup(Lookup):
         for t, runs in zip(self._tables, self._runs, strict=True):
             offsets = batch.offsets[run_ : run_ + runs + 1]
             first, last = int(offsets[0]), int(offsets[-1])
-            places = batch.runs[run_ : run_ + runs] * self._dim
+            places = batch.runs[run_ : run_ + runs]
+            # Runs lie by cell and sender; what each sender gets ends with a mark.
+            behind_marks = places if batch.index is None else places + torch.arange(runs) % self._world
             requests.append(
-                Request(t.table, batch.keys[first:last], offsets=offsets - first, positions=places)
+                Request(
+                    t.table,
+                    batch.keys[first:last],
+                    offsets=offsets - first,
+                    positions=behind_marks * self._dim,
+                    gradient_positions=places * self._dim,
+                )
             )
             run_ += runs
-        out = self._answer(requests, empty_tensor((batch.keys.numel(), self._dim), self._dtype))
-        if batch.index is not None:
+        marks = 0 if batch.index is None else self._world
+        whole = Batch(
+            requests,
+            out=empty_tensor((batch.keys.numel() + marks, self._dim), self._dtype),
+            gradient_scale=self._begin_step(),
+        )
+        if batch.index is None:
+            (out,) = run_batch(whole, self._access, self._anchor)
+        else:
             out = AnswersOfOwners.apply(
-                out, batch.index, batch.asked, batch.owned, self._repeated, self._group
+                self._trained,
+                whole,
+                self._access,
+                batch.index,
+                batch.asked,
+                batch.owned,
+                self._repeated,
+                self._ranks,
             )
         return out.to(batch.device)
 
 
-class Arrived(BaseEmbeddingDist[Any, torch.Tensor, torch.Tensor]):
+class NoOutputDist(BaseEmbeddingDist[Any, torch.Tensor, torch.Tensor]):
     """The lookup has brought the vectors back already."""
 
     def forward(self, local_embs: torch.Tensor, sharding_ctx: Any = None) -> Awaitable[torch.Tensor]:

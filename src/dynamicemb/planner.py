@@ -43,8 +43,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
-from dynamicemb.agreement import require_agreement
 from dynamicemb.options import BATCH_SIZE, DynamicEmbTableOptions
+from embstore.distributed.ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -228,19 +228,20 @@ class DynamicEmbeddingShardingPlanner:
         sharders: list[ModuleSharder[nn.Module]],
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """The plan of the model, the same on every rank. ValueError on all of them when they disagree
-        about a table."""
-        if pg is None:
-            pg = dist.group.WORLD
-        if pg is not None:
-            world = dist.get_world_size(pg)
-            if world != self._topology.world_size:
+        """The plan of the model, made by rank 0. All ranks raise when they disagree about a table, or when no
+        plan is found."""
+        ranks = ranks_of(pg, "collective_plan()", purpose=None)
+
+        def check() -> dict[str, str]:
+            if dist.is_initialized() and ranks.world != self._topology.world_size:
                 raise ValueError(
-                    f"topology should have {world} ranks as the process group but has: "
+                    f"topology should have {ranks.world} ranks as the process group but has: "
                     f"{self._topology.world_size}"
                 )
-        require_agreement("options of dynamic tables", self._description(), pg)
-        return self._with_dynamic(module, self._planner.collective_plan(module, sharders, pg))
+            return self._description()
+
+        ranks.require_same("options of dynamic tables", ranks.together(check))
+        return self._with_dynamic(module, ranks.lead(lambda: self._planner.plan(module, sharders)))
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """The plan of the model, without asking other ranks."""

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 import embstore
-from dynamicemb.exchange import all_to_all
+from dynamicemb.exchange import STEP
 from embstore.batch import as_key_tensor, as_weights
+from embstore.distributed.exchange import all_to_all
+from embstore.distributed.ranks import Ranks, TorchRanks
 from embstore.routing import Route, route_keys
 
 
@@ -100,34 +101,32 @@ class _Routing(BaseSparseFeaturesDist[Any]):
 
     header = 0
 
-    def __init__(self, ownership: embstore.Ownership, group: dist.ProcessGroup | None, world: int) -> None:
+    def __init__(self, ownership: embstore.Ownership, ranks: Ranks) -> None:
         super().__init__()
-        self._ownership, self._group, self._world = ownership, group, world
+        self._ownership, self._ranks, self._world = ownership, ranks, ranks.world
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[OwnedKeys]]:
-        if self._world == 1:
+        ranks = self._ranks
+        if not isinstance(ranks, TorchRanks):
             return NoWait(NoWait(self.alone(sparse_features)))
-        error, prepared = None, None
+        prepared = None
+        failures: list[BaseException] = []
         sent = torch.zeros((self._world, 1 + self.header), dtype=torch.int64)
         try:
             prepared, headers = self.prepare(sparse_features)
             sent[:, 1:] = headers
-        except Exception as failure:  # every rank gets to know
-            error = failure
+        except BaseException as failure:  # every rank gets to know
+            failures.append(failure)
             sent[:, 0] = 1
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        parts = [sent.shape[1]] * self._world
+        wait = ranks.all_to_all(received.view(-1), sent.view(-1), parts, parts, STEP)
 
         def exchange() -> Awaitable[OwnedKeys]:
-            work.wait()
-            if error is not None:
-                raise error
-            failed = received[:, 0].nonzero().view(-1).tolist()
-            if failed:
-                raise RuntimeError(
-                    f"the input of dynamic tables should be valid but is not on ranks: {failed}"
-                )
-            return self.exchange(prepared, received[:, 1:])
+            wait()
+            if received[:, 0].any():
+                ranks.share(failures.pop() if failures else None, "the input of dynamic tables")
+            return self.exchange(prepared, received[:, 1:], ranks)
 
         return _Step(exchange)
 
@@ -137,7 +136,7 @@ class _Routing(BaseSparseFeaturesDist[Any]):
     def prepare(self, features: KeyedJaggedTensor) -> tuple[Any, torch.Tensor]:
         raise NotImplementedError
 
-    def exchange(self, prepared: Any, headers: torch.Tensor) -> Awaitable[OwnedKeys]:
+    def exchange(self, prepared: Any, headers: torch.Tensor, ranks: TorchRanks) -> Awaitable[OwnedKeys]:
         raise NotImplementedError
 
 
@@ -170,12 +169,11 @@ class BagRouting(_Routing):
     def __init__(
         self,
         ownership: embstore.Ownership,
-        group: dist.ProcessGroup | None,
-        world: int,
+        ranks: Ranks,
         mean: Sequence[bool],
         weighted: bool,
     ) -> None:
-        super().__init__(ownership, group, world)
+        super().__init__(ownership, ranks)
         self._mean = torch.tensor(mean, dtype=torch.bool)
         self._weighted = weighted
 
@@ -217,27 +215,26 @@ class BagRouting(_Routing):
         headers = torch.stack([torch.full((self._world,), own), route.counts.sum(1)], 1)
         return _Bags(route, weights, scale, own, device), headers
 
-    def exchange(self, prepared: _Bags, headers: torch.Tensor) -> Awaitable[OwnedKeys]:
+    def exchange(self, prepared: _Bags, headers: torch.Tensor, ranks: TorchRanks) -> Awaitable[OwnedKeys]:
         samples: list[int] = headers[:, 0].tolist()
         owned: list[int] = headers[:, 1].tolist()
         features = self._mean.numel()
-        route, group = prepared.route, self._group
-        assert group is not None
+        route = prepared.route
         asked: list[int] = route.counts.sum(1).tolist()
         cells = [features * prepared.own] * self._world
-        lengths, of_lengths = all_to_all(
-            route.counts.view(-1), cells, [features * s for s in samples], group, async_op=True
+        lengths, wait_for_lengths = all_to_all(
+            route.counts.view(-1), cells, [features * s for s in samples], ranks, STEP
         )
-        keys, of_keys = all_to_all(route.keys, asked, owned, group, async_op=True)
-        weights, of_weights = None, None
+        keys, wait_for_keys = all_to_all(route.keys, asked, owned, ranks, STEP)
+        waits = [wait_for_lengths, wait_for_keys]
+        weights = None
         if prepared.weights is not None:
-            weights, of_weights = all_to_all(prepared.weights, asked, owned, group, async_op=True)
+            weights, wait_for_weights = all_to_all(prepared.weights, asked, owned, ranks, STEP)
+            waits.append(wait_for_weights)
 
         def finish() -> OwnedKeys:
-            of_lengths.wait()
-            of_keys.wait()
-            if of_weights is not None:
-                of_weights.wait()
+            for wait in waits:
+                wait()
             by_sender = [
                 part.view(features, s)
                 for part, s in zip(lengths.split([features * s for s in samples]), samples, strict=True)
@@ -261,11 +258,10 @@ class KeyRouting(_Routing):
     def __init__(
         self,
         ownership: embstore.Ownership,
-        group: dist.ProcessGroup | None,
-        world: int,
+        ranks: Ranks,
         cells: Sequence[Cell],
     ) -> None:
-        super().__init__(ownership, group, world)
+        super().__init__(ownership, ranks)
         self._cells = list(cells)
         self._unique = [cell.unique for cell in cells]
         self.header = len(cells)
@@ -286,16 +282,14 @@ class KeyRouting(_Routing):
         route = route_keys(keys, offsets, self._world, self._ownership, unique=self._unique)
         return (route, features.device()), route.counts
 
-    def exchange(self, prepared: Any, headers: torch.Tensor) -> Awaitable[OwnedKeys]:
+    def exchange(self, prepared: Any, headers: torch.Tensor, ranks: TorchRanks) -> Awaitable[OwnedKeys]:
         route, device = prepared
-        group = self._group
-        assert group is not None
         asked: list[int] = route.counts.sum(1).tolist()
         owned: list[int] = headers.sum(1).tolist()
-        keys, work = all_to_all(route.keys, asked, owned, group, async_op=True)
+        keys, wait = all_to_all(route.keys, asked, owned, ranks, STEP)
 
         def finish() -> OwnedKeys:
-            work.wait()
+            wait()
             sizes = headers.tolist()  # sender, cell
             starts = _offsets(headers)[:-1].view(headers.shape)
             return OwnedKeys(

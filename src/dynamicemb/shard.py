@@ -22,11 +22,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 import embstore
-from dynamicemb.lookup import Arrived, BagLookup, KeyLookup, Lookup
+from dynamicemb.lookup import BagLookup, KeyLookup, Lookup, NoOutputDist
 from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.routing import BagRouting, Cell, KeyRouting
 from dynamicemb.tables import DynamicTable, HoldsDynamicTables, build_tables
-from dynamicemb.variable_batch import written_out
+from dynamicemb.variable_batch import expand_variable_batch
+from embstore.distributed.ranks import Ranks, ranks_of
 
 _PREFIX = "dynamicemb."  # of the names of our groups, beside TorchRec's sharding types
 
@@ -67,14 +68,14 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         self, infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, unique: bool = False
     ) -> None:
         super().__init__()
-        self.tables = build_tables(infos, env)
+        ranks = ranks_of(env.process_group, purpose=None) if env.world_size > 1 else Ranks()
+        self.tables = build_tables(infos, env, ranks)
         self._configs = [info.embedding_config for info in infos]
         self._dtype = _output_dtype(infos)
         self._ownership = next(iter(self.tables.values())).ownership
-        self._group = env.process_group if env.world_size > 1 else None
-        self._world = env.world_size
+        self.ranks = ranks
         self._pooled = self._configs[0].pooling != PoolingType.NONE
-        self._unique = unique and self._world > 1
+        self._unique = unique and ranks.world > 1
         self._spread = {
             info.embedding_config.name: info.param_sharding.sharding_spec.shards[env.rank] for info in infos
         }
@@ -97,20 +98,20 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
     def create_input_dist(self, device: torch.device | None = None) -> Any:
         if not self._pooled:
             cells = [cell for of_table in self._cells() for cell in of_table]
-            return KeyRouting(self._ownership, self._group, self._world, cells)
+            return KeyRouting(self._ownership, self.ranks, cells)
         mean = [c.pooling == PoolingType.MEAN for c in self._configs for _ in c.feature_names]
         weighted = self._configs[0].is_weighted
-        return BagRouting(self._ownership, self._group, self._world, mean, weighted)
+        return BagRouting(self._ownership, self.ranks, mean, weighted)
 
     def create_lookup(self, *args: Any, **keywords: Any) -> Lookup:
-        common = (list(self.tables.values()), self._dtype, self._group, self._world)
+        common = (list(self.tables.values()), self._dtype, self.ranks)
         if not self._pooled:
             return KeyLookup(*common, self._cells())
         features = [len(c.feature_names) for c in self._configs]
         return BagLookup(*common, features, [c.pooling == PoolingType.MEAN for c in self._configs])
 
-    def create_output_dist(self, device: torch.device | None = None) -> Arrived:
-        return Arrived()
+    def create_output_dist(self, device: torch.device | None = None) -> NoOutputDist:
+        return NoOutputDist()
 
     def feature_names(self) -> list[str]:
         return [name for config in self._configs for name in config.feature_names]
@@ -122,7 +123,7 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         return [name for config in self._configs for name in config.embedding_names]
 
     def embedding_names_per_rank(self) -> list[list[str]]:
-        return [self.embedding_names()] * self._world
+        return [self.embedding_names()] * self.ranks.world
 
     def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
         return [self._spread[config.name] for config in self._configs for _ in config.feature_names]
@@ -137,11 +138,23 @@ class _DynamicCollection(HoldsDynamicTables):
 
     _table_attribute = ""
 
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        try:
+            return super().input_dist(ctx, self._prepared(ctx, features))  # type: ignore[misc]
+        except BaseException as error:
+            # TorchRec found a fault before our exchange: the other ranks wait in it, and will say why.
+            for sharding in self._dynamic_shardings:
+                sharding.ranks.report(error)
+            raise
+
+    def _prepared(self, ctx: Any, features: Any) -> Any:
+        raise NotImplementedError
+
     def _adopt(self, shardings: Sequence[EmbeddingSharding[Any, Any, Any, Any]]) -> None:
+        self._dynamic_shardings = [s for s in shardings if isinstance(s, DynamicSharding)]
         self.dynamic_tables: dict[str, DynamicTable] = {}
-        for sharding in shardings:
-            if isinstance(sharding, DynamicSharding):
-                self.dynamic_tables.update(sharding.tables)
+        for sharding in self._dynamic_shardings:
+            self.dynamic_tables.update(sharding.tables)
 
     def train(self, mode: bool = True) -> Any:
         """TorchRec keeps its lookups in a plain list, which train() does not reach."""
@@ -194,7 +207,7 @@ class ShardedDynamicEmbeddingCollection(_DynamicCollection, ShardedEmbeddingColl
             sharding_type=sharding_type, sharding_infos=sharding_infos, env=env, **keywords
         )
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
+    def _prepared(self, ctx: Any, features: Any) -> Any:
         # TorchRec cannot build the answer of a batch without samples, so it gets one empty sample.
         ctx.without_samples = isinstance(features, KeyedJaggedTensor) and features.stride() == 0
         if ctx.without_samples:
@@ -203,7 +216,7 @@ class ShardedDynamicEmbeddingCollection(_DynamicCollection, ShardedEmbeddingColl
                 features.values(),
                 lengths=torch.zeros(len(features.keys()), dtype=torch.int64),
             )
-        return super().input_dist(ctx, features)
+        return features
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> Any:
         return self._strip(ctx, super().output_dist(ctx, output))
@@ -247,10 +260,10 @@ class ShardedDynamicEmbeddingBagCollection(_DynamicCollection, ShardedEmbeddingB
             return DynamicSharding(sharding_infos, env)
         return super().create_embedding_bag_sharding(sharding_infos, env, *args, **keywords)
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
+    def _prepared(self, ctx: Any, features: Any) -> Any:
         if self.dynamic_tables and isinstance(features, KeyedJaggedTensor):
-            features = written_out(features)
-        return super().input_dist(ctx, features)
+            features = expand_variable_batch(features)
+        return features
 
     def _keep_means_apart(self) -> None:
         """TorchRec divides the bags of row-wise MEAN features after the fact; ours are means already.

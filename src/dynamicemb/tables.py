@@ -12,10 +12,10 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.types import ShardingEnv
 
 import embstore
-from dynamicemb.agreement import gather, require_agreement
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
+from embstore.distributed.ranks import Ranks
 from embstore.stores import row_bytes
 
 
@@ -123,23 +123,45 @@ def _within_budget(options: embstore.TableOptions, planned: DynamicEmbTableOptio
     return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
 
 
-def build_tables(infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv) -> dict[str, DynamicTable]:
-    """The tables of a plan on this rank. ValueError on every rank when the ranks disagree about one.
+def build_tables(
+    infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, ranks: Ranks
+) -> dict[str, DynamicTable]:
+    """The tables of a plan on this rank. All ranks raise when they disagree about a table, or when one cannot
+    make its part.
 
     The seed of the initial values is that of torch on rank 0.
     """
-    group = env.process_group
-    seed = gather(torch.initial_seed(), group)[0]
-    tables: dict[str, tuple[embstore.TableOptions, DynamicEmbTableOptions]] = {}
-    for info in infos:
-        sharding = info.param_sharding
-        assert isinstance(sharding, DynamicEmbParameterSharding) and sharding.dynamicemb_options
-        name, planned = info.embedding_config.name, sharding.dynamicemb_options
-        dim = info.embedding_config.embedding_dim
-        tables[name] = (engine_options(name, dim, planned, info.fused_params or {}, seed), planned)
+
+    def plan() -> dict[str, tuple[embstore.TableOptions, DynamicEmbTableOptions]]:
+        tables = {}
+        for info in infos:
+            sharding = info.param_sharding
+            assert isinstance(sharding, DynamicEmbParameterSharding) and sharding.dynamicemb_options
+            name, planned = info.embedding_config.name, sharding.dynamicemb_options
+            dim = info.embedding_config.embedding_dim
+            tables[name] = (engine_options(name, dim, planned, info.fused_params or {}, seed), planned)
+        return tables
+
+    made: dict[str, DynamicTable] = {}
+
+    def make() -> None:
+        for name, (engine, planned) in tables.items():
+            made[name] = make_table(
+                engine, planned, world=env.world_size, rank=env.rank, group=env.process_group
+            )
+
+    call = "sharding a model with dynamic tables"
+    seed = ranks.gather(torch.initial_seed(), call)[0]
+    tables = ranks.together(plan, call)
     description = {name: f"{engine}, {describe(planned)}" for name, (engine, planned) in tables.items()}
-    require_agreement("tables", description, group)
-    return {
-        name: make_table(engine, planned, world=env.world_size, rank=env.rank, group=group)
-        for name, (engine, planned) in tables.items()
-    }
+    ranks.require_same("tables", description)
+    try:
+        ranks.together(make, call)
+    except BaseException:
+        for table in made.values():
+            store = table.table.store
+            table.table.close()
+            if hasattr(store, "close"):
+                store.close()
+        raise
+    return made

@@ -12,7 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
-def written_out(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def expand_variable_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """The batch with a bag for every sample. One of a single size is returned as it is, and so is one without
     inverse indices, which TorchRec refuses."""
     inverse = features.inverse_indices_or_none()

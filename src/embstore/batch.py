@@ -293,8 +293,18 @@ def run(
         arrange=arrange,
         accumulates=accumulates,
     )
+    return run_batch(batch, access, anchor, weights)
+
+
+def run_batch(
+    batch: Batch,
+    access: Access,
+    anchor: torch.Tensor,
+    weights: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """`run` for a batch that the caller has made."""
     if torch.is_grad_enabled():
-        inputs = weights or [None] * len(requests)
+        inputs = weights or [None] * len(batch.requests)
         if access == Access.TRAIN:
             return list(_Lookup.apply(batch, anchor, *inputs))  # type: ignore[no-untyped-call]
         if any(w is not None and w.requires_grad for w in inputs):

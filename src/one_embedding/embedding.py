@@ -86,7 +86,7 @@ class MultiTableMultiColumnEmbedding(RowModule):
                 f"but is: {self._row_floats}"
             )
         self._ranks = Ranks()
-        self._table = self._ranks.together(self._open, "opening the store")
+        self._table = self._ranks.together(self._open, "making an embedding")
         # All rows of a cached SSD store fit; its capacity is a hint.
         self._capacity = self._rank_share() if self._options.cache_budget_bytes is None else None
         self._rows_at_most = 0  # rows that there may be now
@@ -187,15 +187,20 @@ class MultiTableMultiColumnEmbedding(RowModule):
         table_ids, of the shape of ids, say of which table an id is. Without them the last dimension of ids
         runs over the tables.
         """
-        keys, tables = self._ranks.together(lambda: self._checked(ids, table_ids), "a forward pass")
-        stored = None if self.padding_idx is None else keys != self.padding_idx
-        if stored is not None:
-            keys, tables = keys[stored], tables[stored]
+        stored = None
+
+        def ask() -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal stored
+            keys, tables = self._checked(ids, table_ids)
+            if self.padding_idx is None:
+                return keys, tables
+            stored = keys != self.padding_idx
+            return keys[stored], tables[stored]
+
         if self._ranks.world == 1:
-            vectors = self._answer(keys, tables)
+            vectors = self._answer(*ask())
         else:
-            columns = torch.stack([keys, tables], dim=1)
-            vectors = self._ranks.look_up(columns, lambda asked: self._answer(asked[:, 0], asked[:, 1]))
+            vectors = self._ranks.look_up(ask, self._answer, self.embedding_dim)
         if stored is not None:
             whole = vectors.new_zeros(ids.numel(), self.embedding_dim)
             vectors = whole.masked_scatter(stored.unsqueeze(1), vectors)
@@ -307,7 +312,7 @@ class MultiTableMultiColumnEmbedding(RowModule):
         state = optimizer.state.get(self.shadow, {})
         self._ranks.together(
             lambda: self._step_rows(lambda steps: rule_of(optimizer, group, state, steps)),
-            "an optimizer step",
+            "step() of an optimizer",
         )
 
     def _step_rows(self, rule_at: Callable[[int], Rule]) -> None:
@@ -326,11 +331,11 @@ class MultiTableMultiColumnEmbedding(RowModule):
 
     def save_snapshot(self, snapshot_name: str) -> None:
         """Keeps all rows under a name, in <persistent_path>/<rank>-<ranks>/snapshots."""
-        self._ranks.together(lambda: self._table.save_snapshot(snapshot_name), "saving a snapshot")
+        self._ranks.together(lambda: self._table.save_snapshot(snapshot_name), "save_snapshot()")
 
     def load_snapshot(self, snapshot_name: str) -> None:
         """Replaces all rows with those of a snapshot, whatever the number of ranks that saved it."""
-        self._ranks.together(lambda: self._load(snapshot_name), "loading a snapshot")
+        self._ranks.together(lambda: self._load(snapshot_name), "load_snapshot()")
 
     def _load(self, name: str) -> None:
         if name in self.store.snapshots() or not isinstance(self._options.path, str):

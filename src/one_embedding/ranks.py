@@ -10,88 +10,85 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from embstore import Ownership, owner
-from embstore.process_groups import GlooGroup
+from embstore.distributed.exchange import swap, swap_with_marks, with_marks
+from embstore.distributed.ranks import TorchRanks, ranks_of
+
+STEP = "forward() and backward() of an embedding"  # in errors
 
 
 class Ranks:
-    """The ranks of torch.distributed, or this process alone."""
+    """The ranks of torch.distributed, or this process alone.
+
+    Calls have connections of their own: one that some ranks forget does not meet a step of the others.
+    """
 
     def __init__(self) -> None:
-        self._own: GlooGroup | None = None
-        self.rank, self.world = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            # Rows are in host memory, which gloo moves.
-            if self.world > 1 and dist.get_backend() != "gloo":
-                self._own = GlooGroup()
-
-    @property
-    def group(self) -> Any:
-        return self._own.group if self._own else dist.group.WORLD
+        self._calls = ranks_of(None, "an embedding")
+        self._steps = ranks_of(None, purpose=None)
+        self.rank, self.world = self._calls.rank, self._calls.world
 
     def together(self, action: Callable[[], Any], what: str) -> Any:
         """Runs the action on every rank; if it fails on some, all raise."""
-        if self.world == 1:
-            return action()
-        error: Exception | None = None
-        result = None
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-        failed = torch.zeros(self.world, dtype=torch.int64)
-        failed[self.rank] = error is not None
-        dist.all_reduce(failed, group=self.group)
-        if error is not None:
-            raise error
-        if failed.any():
-            ranks = failed.nonzero().flatten().tolist()
-            raise RuntimeError(f"{what} failed on rank {ranks[0]}, so it is given up here too")
-        return result
+        return self._calls.together(action, what)
 
     def same_name(self, name: str) -> str:
         """The name that rank 0 has."""
-        if self.world == 1:
-            return name
-        names = [name]
-        dist.broadcast_object_list(names, src=0, group=self.group)
-        return names[0]
+        return self._calls.gather(name, "state_dict()")[0]
 
     def owners(self, keys: torch.Tensor) -> torch.Tensor:
         return owner(keys, self.world, Ownership.XXH64)
 
-    def swap(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Sends `sent[r]` rows to each rank r, in order, and returns what came."""
-        out = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
-        return out
-
-    def look_up(self, columns: torch.Tensor, answer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Vectors of ids: columns (n, 2) hold an id and a table each; `answer` is called on their owner."""
+    def look_up(
+        self,
+        ask: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        answer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        width: int,
+    ) -> torch.Tensor:
+        """Vectors of ids: `ask` returns ids (n) and their tables (n); `answer` is called for them on their
+        owner and returns (n, width). When one of the two fails on a rank, all raise."""
+        ranks, failures = self._steps, []
+        assert isinstance(ranks, TorchRanks)
+        columns = torch.empty(0, 2, dtype=torch.int64)
+        try:
+            columns = torch.stack(ask(), dim=1)
+        except BaseException as error:
+            failures.append(error)
         owners = self.owners(columns[:, 0].contiguous())
         order = torch.argsort(owners, stable=True)
-        sent = torch.bincount(owners, minlength=self.world)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        to, back = sent.tolist(), received.tolist()
-        asked = self.swap(columns[order], to, back)
-        vectors = self.together(lambda: answer(asked), "a lookup")
-        mine = _Swap.apply(vectors, self, back, to)
+        to = torch.bincount(owners, minlength=self.world)
+        header = torch.stack([to, torch.full_like(to, len(failures))], 1)
+        ones = [1] * self.world
+        received = swap(header, ones, ones, ranks, STEP)
+        if received[:, 1].any():
+            ranks.share(failures.pop() if failures else None, STEP)
+        sent, back = to.tolist(), received[:, 0].tolist()
+        asked = swap(columns[order], sent, back, ranks, STEP)
+        vectors = torch.zeros(len(asked), width)
+        try:
+            vectors = answer(asked[:, 0], asked[:, 1])
+        except BaseException as error:
+            failures.append(error)
+        mine = _Swap.apply(vectors, back, sent, failures, ranks)
         return mine[torch.argsort(order)]
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, ranks: Ranks, sent: list[int], received: list[int]
+        ctx: Any,
+        rows: torch.Tensor,
+        send: list[int],
+        receive: list[int],
+        failures: list[BaseException],
+        ranks: TorchRanks,
     ) -> torch.Tensor:
-        ctx.way_back = ranks, received, sent
-        return ranks.swap(rows, sent, received)
+        ctx.way_back = receive, send, ranks
+        padded = rows.new_empty(len(rows) + ranks.world, rows.shape[1])
+        padded[with_marks(send)] = rows
+        return swap_with_marks(padded, send, receive, failures, ranks, STEP)[with_marks(receive)]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ranks, sent, received = ctx.way_back
-        return ranks.swap(gradient, sent, received), None, None, None
+        return swap(gradient, *ctx.way_back, STEP), None, None, None, None

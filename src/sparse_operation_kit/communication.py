@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from embstore.distributed.ranks import Ranks, TorchRanks, ranks_of
 from embstore.extras import missing
-from embstore.process_groups import GlooGroup
 from sparse_operation_kit import bridge
 
 TOOLS = ("horovod", "torch", "single")
@@ -37,6 +37,7 @@ class Single:
     rank = 0
     size = 1
     local_rank = 0
+    ranks = Ranks()  # how they come to one verdict
 
     def all_to_all(self, parts: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
         """Sends parts[r] to rank r; returns what rank r sent, counts[r] elements of the same type."""
@@ -58,41 +59,38 @@ class Torch(Single):
             import torch.distributed as dist
         except ImportError as error:
             raise missing("comm_tool='torch'", "torch", error) from error
-        self._torch, self._dist = torch, dist
+        self._torch = torch
         if not dist.is_initialized():
             dist.init_process_group("gloo", init_method="env://")
-            atexit.register(self._end_default_group)
-        # The program may use the default one, also from other threads.
-        self._gloo = GlooGroup()
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            atexit.register(_end_default_group)
+        # The program may use the default group, also from other threads.
+        self.ranks = ranks_of(None, "a call of sok", purpose="sok")
+        self.rank, self.size = self.ranks.rank, self.ranks.world
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
 
-    def _end_default_group(self) -> None:
-        self._gloo.end()
-        if self._dist.is_initialized():
-            self._dist.destroy_process_group()
-
     def all_to_all(self, parts: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
+        if not isinstance(self.ranks, TorchRanks):
+            return list(parts)
         sent = self._torch.from_numpy(np.concatenate(parts))
         received = self._torch.empty(int(sum(counts)), dtype=sent.dtype)
-        self._dist.all_to_all_single(
-            received, sent, [int(c) for c in counts], [len(part) for part in parts], group=self._gloo.group
-        )
+        self.ranks.all_to_all(received, sent, [int(c) for c in counts], [len(part) for part in parts])()
         return np.split(received.numpy(), np.cumsum(counts)[:-1])
 
     def all_gather(self, array: np.ndarray) -> list[np.ndarray]:
-        torch = self._torch
-        lengths = [int(n) for n in self._gather_equal(torch.tensor([len(array)]))]
+        lengths = [int(n) for (n,) in self.ranks.all_gather_equal(np.array([len(array)]))]
         padded = np.zeros((max(lengths), *array.shape[1:]), array.dtype)
         padded[: len(array)] = array
-        gathered = self._gather_equal(torch.from_numpy(padded.reshape(-1).view(np.uint8)))
-        whole = [g.numpy().view(array.dtype).reshape(padded.shape) for g in gathered]
+        # gloo does not know every dtype.
+        gathered = self.ranks.all_gather_equal(padded.reshape(-1).view(np.uint8))
+        whole = [g.view(array.dtype).reshape(padded.shape) for g in gathered]
         return [part[:length] for part, length in zip(whole, lengths)]
 
-    def _gather_equal(self, tensor: Any) -> list[Any]:
-        gathered = [self._torch.empty_like(tensor) for _ in range(self.size)]
-        self._dist.all_gather(gathered, tensor, group=self._gloo.group)
-        return gathered
+
+def _end_default_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Horovod(Single):
@@ -111,6 +109,7 @@ class Horovod(Single):
         self.rank, self.size, self.local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
         # Horovod matches operations of the ranks by name.
         self._numbers = itertools.count()
+        self.ranks = _HorovodRanks(self)
 
     def all_to_all(self, parts: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
         splits = tf.constant([len(part) for part in parts], tf.int32)
@@ -125,6 +124,16 @@ class Horovod(Single):
         ).numpy()
         whole = self._hvd.allgather(tf.constant(array), name=f"sok_all_gather_{number}").numpy()
         return np.split(whole, np.cumsum(lengths)[:-1])
+
+
+class _HorovodRanks(Ranks):
+    """Horovod has a deadline of its own: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."""
+
+    def __init__(self, tool: Horovod) -> None:
+        self.rank, self.world, self._tool = tool.rank, tool.size, tool
+
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
+        return [part.tobytes() for part in self._tool.all_gather(np.frombuffer(payload, np.uint8))]
 
 
 _tool: Single | None = None
@@ -325,11 +334,4 @@ def _collective(
 
 def agree(error: BaseException | None) -> None:
     """All ranks learn of each other's failures: with any, every rank raises. A collective."""
-    t = tool_or_single()
-    message = b"" if error is None else f"{type(error).__name__}: {error}".encode()
-    messages = t.all_gather(np.frombuffer(message, np.uint8))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(messages):
-        if len(text):
-            raise RuntimeError(f"rank {rank} failed: {text.tobytes().decode()}")
+    tool_or_single().ranks.share(error)

@@ -66,9 +66,9 @@ class IDTransformerGroup:
                 self.collections[path] = IDTransformerCollection(
                     configs, eviction_config, transform_config, ps
                 )
-        except Exception as failure:
+        except BaseException as failure:
             error = failure
-        peers.agree(error)
+        peers.share(error)
         tables = [window for collection in self.collections.values() for window in collection.windows]
         self.windows = Windows(tables, peers, parallel)
         self.pipeline: Pipeline | None = None  # the last one that was started

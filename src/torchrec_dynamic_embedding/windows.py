@@ -138,10 +138,10 @@ class Windows:
                 pairs = [window.map.used_since(window.saved_until) for window in self.tables]
                 self._each(lambda window, rows: window.ps and window.ps.push(rows), pairs)
                 self._each(lambda window, _: window.ps and window.ps.flush(), pairs)
-            except Exception as failure:
+            except BaseException as failure:
                 error = failure
         # Not under the lock: a rank that holds it here would wait for another one whose batch waits for us.
-        peers.agree(error)
+        peers.share(error)
         for window in self.tables:
             window.saved_until = frontier
 
@@ -150,7 +150,7 @@ class Windows:
 
     def _check_kinds(self, kinds: Ids, error: BaseException | None) -> None:
         if (kinds == FAILED).any():
-            self.peers.raise_failure(error)
+            self.peers.share(error)
         if (kinds == STOPPED).any():
             raise Stopped
         if (kinds == END).any() and not (kinds == END).all():
@@ -184,9 +184,9 @@ class Windows:
         try:
             with self._lock:
                 self._each(lambda window, pairs: window.ps and window.ps.push(pairs), victims)
-        except Exception as failure:
+        except BaseException as failure:
             error = failure
-        self.peers.agree(error)
+        self.peers.share(error)
         with self._lock:
             for window, pairs in zip(self.tables, victims):
                 if len(pairs):
@@ -214,13 +214,13 @@ class Windows:
             new = [window.map.admit() for window in self.tables]
             try:
                 self._each(lambda window, pairs: window.ps and window.ps.pull(pairs, window.initial), new)
-            except Exception as failure:
+            except BaseException as failure:
                 error = failure
         if not any(len(pairs) for pairs in new):
             return
         try:
-            self.peers.agree(error)
-        except Exception:
+            self.peers.share(error)
+        except BaseException:
             with self._lock:
                 for window, pairs in zip(self.tables, new):
                     window.map.forget(np.ascontiguousarray(pairs[:, 0]))

@@ -184,7 +184,7 @@ def dump(
     """
     if layout not in WRITTEN:
         raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, "dump()")
     order = Order(layout, bool(optim), overwrite=overwrite)
     sources = snapshot_all(tables, order.optim, ranks, ownership)
     job = start(Path(path), {ranks.rank: sources}, ranks.world, order, ranks)

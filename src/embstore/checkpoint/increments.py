@@ -142,7 +142,7 @@ class IncrementLog:
         ownership: OwnershipOf = Ownership.ROUNDROBIN,
     ) -> IncrementLog:
         """Writes the tables as number 0 of a new log and keeps track of their changes from now on."""
-        log, ranks = IncrementLog(path), ranks_of(group)
+        log, ranks = IncrementLog(path), ranks_of(group, "IncrementLog.create()")
         base = log._entry("base", 0)
 
         def check() -> str:
@@ -176,7 +176,7 @@ class IncrementLog:
         changes are part of the next increment, unless the increment was published nevertheless, which the
         next call finds out.
         """
-        ranks = ranks_of(group)
+        ranks = ranks_of(group, "IncrementLog.append()")
         self._settle(ranks)
         facts, optim, ownership = ranks.lead(lambda: self._steady(self._successor))
         number = int(facts["number"])
@@ -249,7 +249,7 @@ class IncrementLog:
         that have rows. Rows of a table over a store are replaced one by one. With `writable` their changes
         are tracked from now on, so that `append` may follow.
         """
-        ranks = ranks_of(group)
+        ranks = ranks_of(group, "IncrementLog.load()")
 
         def build() -> tuple[Replacement, int, frozenset[str]]:
             first, last = ranks.lead(lambda: self._steady(_span))
@@ -287,7 +287,7 @@ class IncrementLog:
         An increment that is damaged or does not fit raises before a row changes, and the next call tries it
         again. Where increments were compacted away, the tables are loaded anew.
         """
-        ranks = ranks_of(group)
+        ranks = ranks_of(group, "IncrementLog.follow()")
 
         def plan() -> list[int] | None:
             return self._steady(self._news)

@@ -53,7 +53,7 @@ def load(
 
         embstore.load("/data/monday", {"model": {"user": table}}, optim=True)
     """
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, "load()")
     matches: list[Match] = []
 
     def open_all() -> None:

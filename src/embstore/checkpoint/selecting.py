@@ -18,7 +18,7 @@ def rows_since(
     """For each table named in `thresholds` its rows with score >= threshold, sorted by key, and the
     score that is the threshold of the next call. Every rank gets the rows of all ranks, without states.
     """
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, "rows_since()")
     rows: dict[str, dict[str, Rows]] = {}
     scores: dict[str, dict[str, int]] = {}
     for collection in sorted(thresholds):

@@ -61,15 +61,16 @@ class TablesState(Stateful):
         name: str = "tables",
     ) -> None:
         self._tables = {f"{c}/{n}": (c, n, table) for c, of in tables.items() for n, table in of.items()}
-        self._ranks = ranks_of(group)
+        self._ranks = ranks_of(group, "TablesState()")
         self._ownership = ownership
         self._saved_in = saved_in
         self._name = name
 
     def state_dict(self) -> dict[str, Any]:
         """The rows of this rank, or empty tensors for what the checkpoint has."""
-        if self._saved_in is not None:
-            return self._template()
+        return self._ranks.together(self._template if self._saved_in is not None else self._tensors)
+
+    def _tensors(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for label, (_, _, table) in self._tables.items():
             rows = table.rows()
@@ -104,6 +105,9 @@ class TablesState(Stateful):
         Raises CheckpointError, before any table changes, where the checkpoint does not fit. Warns with the
         number of rows that found no room.
         """
+        self._ranks.together(lambda: self._load(state_dict))
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         parts: dict[str, dict[tuple[int, int], dict[str, Array]]] = {}
         for key, tensor in state_dict.items():
             match = _PART.fullmatch(key)

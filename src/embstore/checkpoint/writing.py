@@ -121,10 +121,13 @@ class DumpJob:
         self._written = 0
         self._progress: Progress | None = None
         self._between_blocks: Callable[[], None] | None = None
-        self._taken_ns = ranks.gather(time.time_ns())[0]
         sizes: dict[int, list[tuple[int, int | None]]] = {}
         names: dict[int, list[tuple[str, str]]] = {}
-        for answer in ranks.gather({r: [_size(s) for s in sources] for r, sources in parts.items()}):
+        answers = ranks.agree(
+            lambda: (time.time_ns(), {r: [_size(s) for s in sources] for r, sources in parts.items()})
+        )
+        self._taken_ns = answers[0][0]
+        for _, answer in answers:
             for rank, of_rank in answer.items():
                 names[rank] = [name for name, _, _ in of_rank]
                 sizes[rank] = [(rows, removed) for _, rows, removed in of_rank]

@@ -50,7 +50,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         job = pipe.recv()
         if job is None:
             return
-        world, store, timeout, function, arguments, keywords = job
+        world, store, timeout, group_timeout, function, arguments, keywords = job
         faulthandler.dump_traceback_later(0.8 * timeout)  # where it hangs
         try:
             dist.init_process_group(
@@ -58,7 +58,7 @@ def _serve(rank: int, pipe: Connection) -> None:
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=timeout),
+                timeout=timedelta(seconds=group_timeout),
             )
             os.environ["LOCAL_WORLD_SIZE"] = str(world)
             torch.manual_seed(1234)
@@ -121,14 +121,23 @@ atexit.register(_end)
 
 
 def run(
-    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 90.0, **keywords: Any
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 90.0,
+    group_timeout: float | None = None,
+    **keywords: Any,
 ) -> list[Any]:
-    """What the function returned on each rank. RankFailed when one raised; TimeoutError when one hangs."""
+    """What the function returned on each rank. RankFailed when one raised; TimeoutError when one hangs.
+
+    group_timeout  of the process group; by default that of the job
+    """
     global _pool
     if _pool is None:
         _pool = _Pool()
     with tempfile.TemporaryDirectory() as folder:
-        job = (world, os.path.join(folder, "store"), timeout, function, arguments, keywords)
+        store = os.path.join(folder, "store")
+        job = (world, store, timeout, group_timeout or timeout, function, arguments, keywords)
         pipes = _pool.pipes[:world]
         for pipe in pipes:
             pipe.send(job)

@@ -1,0 +1,77 @@
+"""Rows that travel between ranks, and the mark by which a rank says that it has none to send.
+
+    what rank 0 sends      rows for rank 0 | mark | rows for rank 1 | mark
+
+The marks ride on an exchange that is needed anyway, so a step costs no collective more. When one is set, all
+ranks call `share`, and all raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from embstore.arrays import empty_tensor
+from embstore.distributed.ranks import TorchRanks
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """gloo does not know every dtype. An empty tensor may have strides that `view` refuses."""
+    return rows.view(-1).view(torch.uint8) if rows.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def all_to_all(
+    rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ranks: TorchRanks, what: str
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Sends the first send[0] rows to rank 0, and so on. Returns what comes, and the function that waits."""
+    row = rows.shape[1:]
+    # The pool of the engine has pages that are mapped already.
+    out = empty_tensor((sum(receive), *row), rows.dtype)
+    width = rows.dtype.itemsize * row.numel()
+    wait = ranks.all_to_all(
+        as_bytes(out),
+        as_bytes(rows.contiguous()),
+        [n * width for n in receive],
+        [n * width for n in send],
+        what,
+    )
+    return out, wait
+
+
+def swap(
+    rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ranks: TorchRanks, what: str
+) -> torch.Tensor:
+    """`all_to_all`, and waits."""
+    out, wait = all_to_all(rows, send, receive, ranks, what)
+    wait()
+    return out
+
+
+def with_marks(counts: Sequence[int]) -> torch.Tensor:
+    """(n) for n = sum of counts: where each row is once the rows of every rank are followed by a mark."""
+    ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return torch.arange(sum(counts)) + ranks
+
+
+def swap_with_marks(
+    rows: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    failures: list[BaseException],
+    ranks: TorchRanks,
+    what: str,
+) -> torch.Tensor:
+    """Exchanges rows that lie at `with_marks(send)`; what comes lies at `with_marks(receive)`.
+
+    A rank whose rows are not what they should be has the reason in `failures`; then all ranks raise.
+    """
+    rows[_marks(send)] = float(bool(failures))
+    out = swap(rows, [n + 1 for n in send], [n + 1 for n in receive], ranks, what)
+    if failures or out[_marks(receive), 0].any():
+        ranks.share(failures.pop() if failures else None, what)
+    return out
+
+
+def _marks(counts: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(counts).cumsum(0) + torch.arange(len(counts))

@@ -1,0 +1,145 @@
+"""What ranks do in the tests of `embstore.distributed`. Every function runs on all ranks of a group."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from embstore.distributed.process_groups import GlooGroup
+from embstore.distributed.ranks import TorchRanks, ranks_of
+
+
+class OwnError(Exception):
+    """Of a class that the other ranks cannot make."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+
+
+FAILURES: dict[str, Callable[[], Any]] = {
+    "errno": lambda: OSError(28, "No space left on device", "/data/rows"),
+    "key": lambda: KeyError("user"),
+    "own": lambda: OwnError(7, "lost"),
+    "ctrl-c": KeyboardInterrupt,
+    "exit": lambda: SystemExit(3),
+    "codec": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+}
+
+
+def outcome(action: Callable[[], Any]) -> tuple[str, str, int | None]:
+    try:
+        action()
+    except BaseException as error:
+        return type(error).__name__, str(error), getattr(error, "errno", None)
+    return "nothing", "", None
+
+
+def fail(method: str, which: str, failing: int) -> tuple[str, str, int | None]:
+    ranks = ranks_of()
+
+    def work() -> int:
+        if ranks.rank == failing:
+            raise FAILURES[which]()
+        return ranks.rank
+
+    def share() -> None:
+        ranks.share(FAILURES[which]() if ranks.rank == failing else None)
+
+    answer = outcome(share if method == "share" else lambda: getattr(ranks, method)(work))
+    assert ranks.gather(ranks.rank) == list(range(ranks.world))  # the ranks are still in step
+    return answer
+
+
+def unpicklable_result(failing: int) -> tuple[str, str, int | None]:
+    ranks = ranks_of()
+    return outcome(lambda: ranks.agree(lambda: (lambda: 0) if ranks.rank == failing else 0))
+
+
+def gathered(sizes: list[int]) -> list[list[bytes]]:
+    ranks = ranks_of()
+    return [ranks.all_gather(bytes([ranks.rank]) * (size * (ranks.rank + 1)), "sizes") for size in sizes]
+
+
+def gathered_rows(rows: int) -> Any:
+    ranks = ranks_of()
+    return ranks.gather_rows(np.full((rows * ranks.rank, 3), ranks.rank, np.float32))
+
+
+def kept_alive_by_a_failure() -> bool:
+    ranks, seen = ranks_of(), []
+
+    class Rows:
+        pass
+
+    def work() -> None:
+        rows = Rows()
+        seen.append(weakref.ref(rows))
+        if ranks.rank == 1:
+            raise OSError("full")
+
+    gc.disable()
+    try:
+        outcome(lambda: ranks.agree(work))
+        outcome(lambda: ranks.share(OSError("full") if ranks.rank == 1 else None))
+        return seen[0]() is not None
+    finally:
+        gc.enable()
+
+
+def own_timeouts() -> list[float]:
+    some = dist.new_group([0, 1], timeout=timedelta(seconds=55))
+    made = [GlooGroup(purpose="tests"), GlooGroup(purpose="tests")]
+    assert ranks_of().gather(dist.get_rank()) == [0, 1, 2]
+    if dist.get_rank() < 2:
+        made.append(GlooGroup(some))
+    return [own.group.options._timeout.total_seconds() for own in made]
+
+
+def absent(absentees: list[int], fresh: bool) -> tuple[str, str, float]:
+    """All ranks but some make a call; `fresh`: it is the first one."""
+    if not fresh:
+        ranks_of().gather(0)
+    begin = time.monotonic()
+    if dist.get_rank() in absentees:
+        return "", "", 0.0
+    kind, message, _ = outcome(lambda: ranks_of(None, "state_dict()").gather(0))
+    return kind, message, time.monotonic() - begin
+
+
+def different_calls() -> tuple[str, str, int | None]:
+    call = "dump()" if dist.get_rank() == 0 else "load()"
+    return outcome(lambda: ranks_of(None, call).gather(0))
+
+
+def reported() -> tuple[str, str, int | None]:
+    """Rank 1 fails where no exchange tells the others, and goes away."""
+    ranks = ranks_of()
+    ranks.gather(0)
+    if ranks.rank == 1:
+        ranks.report(OSError("the store of this rank is full"))
+        return "", "", None
+    return outcome(lambda: ranks.gather(0, "a forward pass"))
+
+
+def killed(rank: str, folder: str) -> None:
+    """A process of its own; rank 1 kills itself while the others wait for it."""
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=3, timeout=timedelta(seconds=20))
+    ranks = ranks_of()
+    assert isinstance(ranks, TorchRanks)
+    ranks.gather(0)
+    begin = time.monotonic()
+    if rank == "1":
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(*outcome(lambda: ranks.gather(0, "a training step"))[:2], f"{time.monotonic() - begin:.1f} s")
+    os._exit(0)
