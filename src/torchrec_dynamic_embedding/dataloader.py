@@ -8,17 +8,21 @@ tde.save(model)
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from .assignment import DataInfo, mapped_tensors
+from .containers import replaced
 from .id_transformer_group import IDTransformerGroup
+from .in_flight import Feed, InFlight
+from .jagged_ids import ids_of, with_slots
 from .prefetch import Pipeline, Ready
 from .ps import Url
-from .windows import BATCH, END, FAILED, STOPPED, InFlight
+from .windows import BATCH, END, FAILED, STOPPED
 
 __all__ = ["DataLoader", "DataLoaderIter", "save", "wrap"]
 
@@ -31,7 +35,7 @@ def wrap(
     module: DistributedModelParallel,
     configs_dict: Mapping[str, Sequence[Any]],
     *,
-    data_info: Mapping[int, str] | None = None,
+    data_info: DataInfo | None = None,
     eviction_config: Mapping[str, Any] | None = None,
     transform_config: Mapping[str, Any] | None = None,
     ps_config: Mapping[str, Any] | None = None,
@@ -44,10 +48,13 @@ def wrap(
     Args:
         url: where rows are kept: `redis://…`, `memory://NAME`, `ssd:///path` or the type of a plug-in; or a
             function of (path, table name) that returns one.
-        dataloader: any iterable of indexable batches. Each KeyedJaggedTensor in a batch gets slots in place
-            of its ids, everything else is handed through; batches come back as tuples.
+        dataloader: any iterable of batches: a KeyedJaggedTensor, or tuples, lists, dicts, dataclasses and
+            plain objects that hold some. Their ids become slots, in a copy of the same type; everything else
+            is handed through.
         configs_dict: path of a collection inside the model to the configs of its tables.
-        data_info: index in the batch to path. By default the n-th KeyedJaggedTensor goes to the n-th path.
+        data_info: which KeyedJaggedTensor of a batch belongs to which path: {place: path}, where a place is
+            an index, a key, the name of a field, or a tuple of these that leads inwards. By default each
+            goes to the first collection with one of its features that no other has taken.
         eviction_config: {"type": "mixed_lru_lfu", "min_used_freq_power": 5}.
         transform_config: {"type": "naive"} or {"type": "cacheline"}, which mean the same here.
         ps_config: {"chunk_size": numbers moved by one call to the store, "seed": of new rows}.
@@ -55,7 +62,8 @@ def wrap(
         num_prefetch: how many batches may be ready ahead, prepared by a thread. 0: prepared when asked for.
         return_module: return (loader, module) instead of the loader.
 
-    A batch counts as trained when the next one is asked for; until then its rows stay where they are.
+    The rows of a batch stay where they are until it was trained and the next one was asked for; batches may
+    be taken ahead as far as the tables have room for them.
     """
     if isinstance(num_prefetch, bool) or not isinstance(num_prefetch, int) or num_prefetch < 0:
         raise ValueError(f"num_prefetch should be an integer of at least 0 but is: {num_prefetch!r}")
@@ -85,7 +93,7 @@ def wrap(
 
 
 def save(module: DistributedModelParallel) -> None:
-    """Pushes every row that changed since the last save. All ranks call it together, between two batches.
+    """Pushes every row that changed since the last save. All ranks call it together, between two steps.
 
     There is no load: a model that is wrapped with the same url finds its rows there.
     """
@@ -108,7 +116,7 @@ class DataLoader:
         group: IDTransformerGroup,
         dataloader: Iterable[Any],
         *,
-        data_info: Mapping[int, str] | None = None,
+        data_info: DataInfo | None = None,
         num_prefetch: int = 0,
     ) -> None:
         for path in (data_info or {}).values():
@@ -120,129 +128,128 @@ class DataLoader:
         self._dataloader = dataloader
         self._data_info = dict(data_info) if data_info is not None else None
         self._num_prefetch = num_prefetch
-        self._current: weakref.ref[DataLoaderIter] | None = None
+        self._current: Callable[[], DataLoaderIter | None] = lambda: None  # a weak reference
+        self._last: Feed | None = None
 
     def __len__(self) -> int:
         return len(self._dataloader)  # type: ignore[arg-type]
 
     def __iter__(self) -> DataLoaderIter:
-        if self._current is not None and (last := self._current()) is not None:
-            last.close()
+        if self._last is not None:
+            if (running := self._current()) is not None:
+                running.stop()
+            self._group.windows.in_flight.forget_dropped(self._last)
         iterator = DataLoaderIter(self._group, self._dataloader, self._data_info, self._num_prefetch)
-        self._current = weakref.ref(iterator)
+        self._current, self._last = weakref.ref(iterator), iterator.feed
         return iterator
 
 
 class DataLoaderIter:
-    """One epoch. `close` ends it early; so does dropping it."""
+    """One epoch. `close` ends it early; so does dropping it.
+
+    The rows of a batch stay in the tables until it was trained: see docs/torchrec_dynamic_embedding.md.
+    """
 
     def __init__(
         self,
         group: IDTransformerGroup,
         dataloader: Iterable[Any],
-        data_info: Mapping[int, str] | None,
+        data_info: DataInfo | None,
         num_prefetch: int,
     ) -> None:
         self._group = group
         self._flight = group.windows.in_flight
-        self._handed_out: list[int] = []
+        self.feed = Feed()
         self._ended = False
         if group.windows.peers.world > 1 and group.pipeline is not None and group.pipeline.is_running():
             raise RuntimeError(
                 "on several ranks one iterator with num_prefetch should be at its end, or closed, "
                 "before another begins"
             )
-        source = _Source(group, dataloader, data_info)
+        source = _Source(group, dataloader, data_info, self.feed)
         group.pipeline = pipeline = (
             Pipeline(source.prepare, num_prefetch, self._flight.remove) if num_prefetch else None
         )
         self._prepare: Callable[[], Ready] = (
-            pipeline.next if pipeline else lambda: source.prepare(lambda: False)
+            pipeline.next if pipeline else lambda: source.prepare(lambda: False, threading.get_ident)
         )
         # Runs when the iterator is closed, collected, or still there as the interpreter ends.
-        self._close = weakref.finalize(self, _end, pipeline, self._flight, self._handed_out)
+        self._stop = weakref.finalize(self, _end, pipeline, self._flight, self.feed)
 
     def __iter__(self) -> DataLoaderIter:
         return self
 
-    def __next__(self) -> tuple[Any, ...]:
-        self._flight.remove(self._handed_out)  # asking for the next batch says that the last one was trained
-        self._handed_out.clear()
+    def __next__(self) -> Any:
+        self._flight.asked_for_next(self.feed)
         if self._ended:
             raise StopIteration
         try:
-            self._group.check_no_train_pipeline()
+            self._group.check_train_pipeline()
             ready = self._prepare()
             if ready.error is not None:
                 raise ready.error
         except BaseException:
-            self._ended = True
-            self.close()
+            self.stop()
             raise
-        self._handed_out.append(ready.time)
+        self._flight.hand_out(ready.time, ready.values, ready.sizes)
         return ready.batch
+
+    def stop(self) -> None:
+        """Ends the epoch. What was handed out can still be trained."""
+        self._ended = True
+        self._stop()
 
     def close(self) -> None:
         """Ends the epoch; what was handed out counts as trained."""
-        self._ended = True
-        self._close()
+        self.stop()
+        self._flight.forget(self.feed)
 
 
-def _end(pipeline: Pipeline | None, flight: InFlight, handed_out: list[int]) -> None:
+def _end(pipeline: Pipeline | None, flight: InFlight, feed: Feed) -> None:
     if pipeline is not None:
         pipeline.stop()
-    flight.remove(handed_out)
+    flight.end(feed)
 
 
 class _Source:
     """Takes batches from the user's loader and prepares them."""
 
     def __init__(
-        self, group: IDTransformerGroup, dataloader: Iterable[Any], data_info: Mapping[int, str] | None
+        self,
+        group: IDTransformerGroup,
+        dataloader: Iterable[Any],
+        data_info: DataInfo | None,
+        feed: Feed,
     ) -> None:
         self._group = group
         self._dataloader = dataloader
         self._batches: Iterator[Any] | None = None
         self._data_info = data_info
+        self._feed = feed
 
-    def prepare(self, stopped: Callable[[], bool]) -> Ready:
+    def prepare(self, stopped: Callable[[], bool], waiting: Callable[[], int | None]) -> Ready:
         """The next batch. What goes wrong reaches the other ranks, so nothing raises before they know."""
-        kind, error, batch, kjts, ids = BATCH, None, None, {}, None
+        kind, error, batch, mapped, ids = BATCH, None, None, [], None
         if stopped():
             kind = STOPPED
         else:
             try:
                 if self._batches is None:
                     self._batches = iter(self._dataloader)
-                batch = tuple(next(self._batches))
-                kjts = self._kjts(batch)
-                ids = self._group.ids({path: batch[index] for index, path in kjts.items()})
+                batch = next(self._batches)
+                mapped = mapped_tensors(self._group, batch, self._data_info)
+                ids = ids_of([m.part for m in mapped], len(self._group.windows.tables))
             except StopIteration:
                 kind = END
             except Exception as failure:
                 kind, error = FAILED, failure
-        prepared = self._group.windows.prepare(ids, kind=kind, error=error, owner=self, stopped=stopped)
+        prepared = self._group.windows.prepare(
+            ids, kind=kind, error=error, feed=self._feed, stopped=stopped, waiting=waiting
+        )
         if prepared is None:
             return Ready(error=StopIteration())
         time, slots = prepared
-        mapped = self._group.replaced({path: batch[index] for index, path in kjts.items()}, slots)
-        items = list(batch)
-        for index, path in kjts.items():
-            items[index] = mapped[path]
-        return Ready(time, tuple(items))
-
-    def _kjts(self, batch: tuple[Any, ...]) -> dict[int, str]:
-        """Index in the batch to path."""
-        if self._data_info is None:
-            indices = [i for i, item in enumerate(batch) if isinstance(item, KeyedJaggedTensor)]
-            paths = list(self._group.collections)
-            if len(indices) > len(paths):
-                raise ValueError(
-                    f"a batch should have as many KeyedJaggedTensors as there are collections "
-                    f"({len(paths)}), or data_info should say which is whose, but it has: {len(indices)}"
-                )
-            self._data_info = dict(zip(indices, paths))
-        for index in self._data_info:
-            if not -len(batch) <= index < len(batch) or not isinstance(batch[index], KeyedJaggedTensor):
-                raise ValueError(f"data_info should name KeyedJaggedTensors of a batch but has: {index}")
-        return dict(self._data_info)
+        new = with_slots([m.part for m in mapped], slots)
+        places = {steps: kjt for m, kjt in zip(mapped, new) for steps in m.places}
+        sizes = {path: kjt.values().numel() for m, kjt in zip(mapped, new) for path in m.paths}
+        return Ready(time, replaced(batch, places), [kjt.values() for kjt in new], sizes)

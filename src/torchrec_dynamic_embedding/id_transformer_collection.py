@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torchrec import KeyedJaggedTensor
 
 from .distributed import Peers
 from .id_transformer import slot_map
+from .jagged_ids import ids_of, with_slots
 from .ps import FetchHandle, PSCollection, uniform
-from .windows import Ids, Window, Windows
+from .windows import Window, Windows
 
 
 class IDTransformerCollection:
@@ -53,49 +51,21 @@ class IDTransformerCollection:
             self.windows.append(window)
         self._own: Windows | None = None
 
-    def ids(self, kjt: KeyedJaggedTensor) -> list[Ids]:
-        """The ids of each table, feature after feature."""
-        values = kjt.values()
-        if values.is_floating_point() or values.dtype == torch.bool:
-            raise TypeError(
-                f"the values of a KeyedJaggedTensor should be ids but their dtype is: {values.dtype}"
-            )
-        host = values.detach().to("cpu", torch.int64).contiguous().numpy()
-        parts: list[list[Ids]] = [[] for _ in self.windows]
-        for table, begin, end in self._ranges(kjt):
-            parts[table].append(host[begin:end])
-        return [p[0] if len(p) == 1 else np.concatenate([*p, np.empty(0, np.int64)]) for p in parts]
-
-    def replaced(self, kjt: KeyedJaggedTensor, slots: Sequence[Ids]) -> KeyedJaggedTensor:
-        """The same jagged tensor with slots in place of ids; features of no table keep their values."""
-        values = kjt.values().detach().to("cpu", copy=True)
-        taken = [0] * len(self.windows)
-        for table, begin, end in self._ranges(kjt):
-            part = slots[table][taken[table] : taken[table] + end - begin]
-            values[begin:end] = torch.from_numpy(part)
-            taken[table] += end - begin
-        result = copy.copy(kjt)
-        result._values = values.to(kjt.values().device)
-        result._jt_dict = None  # a cache of the old values
-        return result
-
-    def _ranges(self, kjt: KeyedJaggedTensor) -> list[tuple[int, int, int]]:
-        offsets = kjt.offset_per_key()
-        return [
-            (self._table_of[feature], offsets[i], offsets[i + 1])
-            for i, feature in enumerate(kjt.keys())
-            if feature in self._table_of
-        ]
+    @property
+    def features(self) -> dict[str, int]:
+        """Feature to the number of its table."""
+        return self._table_of
 
     def transform(self, kjt: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, list[FetchHandle]]:
         """Slots for the ids of a batch on their own; earlier batches count as trained."""
         if self._own is None:
             self._own = Windows(self.windows, Peers())
-        prepared = self._own.prepare(self.ids(kjt))
+        part = (kjt, self._table_of)
+        prepared = self._own.prepare(ids_of([part], len(self.windows)))
         assert prepared is not None, "a rank with a batch is not at its end"
         time, slots = prepared
         self._own.in_flight.remove([time])
-        return self.replaced(kjt, slots), [FetchHandle()]
+        return with_slots([part], slots)[0], [FetchHandle()]
 
     def save(self) -> None:
         """Pushes what was used since the last save."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from .windows import Stopped
 
@@ -25,11 +27,13 @@ class Ready:
 
     time: int = -1
     batch: Any = None
+    values: Sequence[torch.Tensor] = ()  # its slots
+    sizes: Mapping[str, int] = field(default_factory=dict)  # path of a collection to how many it has
     error: BaseException | None = None  # StopIteration at the end
 
 
 class Pipeline:
-    """Runs `prepare` up to `depth` batches ahead. `prepare(stopped)` returns a Ready.
+    """Runs `prepare` up to `depth` batches ahead. `prepare(stopped, waiting)` returns a Ready.
 
     `forget` gets the numbers of batches that nobody will take, and is called once more to wake up a `prepare`
     that waits for training.
@@ -37,7 +41,7 @@ class Pipeline:
 
     def __init__(
         self,
-        prepare: Callable[[Callable[[], bool]], Ready],
+        prepare: Callable[[Callable[[], bool], Callable[[], int | None]], Ready],
         depth: int,
         forget: Callable[[Iterable[int]], None],
     ) -> None:
@@ -46,6 +50,7 @@ class Pipeline:
         self._forget = forget
         self._ready: deque[Ready] = deque()
         self._changed = threading.Condition()
+        self._waiting: int | None = None
         self._stopping = False
         self._ended = False  # an exchange has ended the epoch on all ranks
         self._thread = threading.Thread(target=self._run, name="tde-prefetch", daemon=True)
@@ -54,12 +59,21 @@ class Pipeline:
     def next(self) -> Ready:
         """The next batch, waiting for it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended)
+            self._waiting = threading.get_ident()
+            try:
+                self._changed.wait_for(lambda: self._ready or self._ended)
+            finally:
+                self._waiting = None
             if not self._ready:
                 return Ready(error=StopIteration())
             ready = self._ready.popleft()
             self._changed.notify_all()
             return ready
+
+    def waiting(self) -> int | None:
+        """The thread that waits for a batch while none is ready."""
+        with self._changed:
+            return None if self._ready else self._waiting
 
     def stopped(self) -> bool:
         return self._stopping
@@ -87,7 +101,7 @@ class Pipeline:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or len(self._ready) < self._depth)
             try:
-                ready = self._prepare(self.stopped)
+                ready = self._prepare(self.stopped, self.waiting)
             except Stopped as stopped:
                 error = stopped if self._stopping else RuntimeError("another rank closed its iterator")
                 ready = Ready(error=error)
@@ -97,5 +111,6 @@ class Pipeline:
                 self._ended = ready.error is not None
                 self._ready.append(ready)
                 self._changed.notify_all()
+            del ready  # a batch that is held looks as if it would still be trained
         if self._stopping:
             self._drop()

@@ -6,18 +6,18 @@
     admit    missing ids get slots
     pull     their rows                                     each rank its own; all wait for all
 
-A batch is in flight from `find` until it was trained. Its slots are not given away meanwhile: times are the
-numbers of batches, batches are trained in order, so an id may go when it was last used before the oldest
-batch in flight. A row leaves only after it was pushed, and an id whose row could not be pulled is forgotten,
-so a failure leaves the windows as they were, and training can go on with a new iterator.
+A batch is in flight from `find` until it was trained (in_flight.py). Its slots are not given away meanwhile:
+times are the numbers of batches, and an id may go when it was last used before the oldest batch in flight. A
+row leaves only after it was pushed, and an id whose row could not be pulled is forgotten, so a failure leaves
+the windows as they were, and training can go on with a new iterator.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,11 @@ import numpy.typing as npt
 from embstore import SlotMap
 
 from .distributed import Peers
+from .in_flight import Feed, InFlight
 from .ps import PS, Initial, Pairs
 
 Ids = npt.NDArray[np.int64]
+POLL_SECONDS = 0.05
 BATCH, END, FAILED, STOPPED = range(4)  # what a rank brings to an exchange
 
 
@@ -44,25 +46,33 @@ class Window:
 
 
 @dataclass
-class InFlight:
-    """Batches that were prepared and not yet trained: their numbers, and whose they are."""
+class Shortage:
+    """A table that lacks `need` slots for a batch, of which `available` could be made free."""
 
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    times: dict[int, object] = field(default_factory=dict)
+    window: Window
+    need: int
+    available: int
 
-    def add(self, time: int, owner: object) -> None:
-        with self.changed:
-            self.times[time] = owner
-
-    def remove(self, times: Iterable[int]) -> None:
-        with self.changed:
-            for time in times:
-                self.times.pop(time, None)
-            self.changed.notify_all()
-
-    def oldest(self, default: int) -> int:
-        with self.changed:
-            return min(self.times, default=default)
+    def error(self, time: int) -> RuntimeError:
+        """What is wrong with the batch number `time`."""
+        map_, available = self.window.map, self.available
+        without_others = len(map_.victims(self.need, time))
+        in_flight = without_others >= self.need
+        if not in_flight and self.window.ps is not None:
+            available = without_others
+        rows = len(map_) - available + map_.missing
+        if self.window.ps is None:
+            whose, remedy = "all ids so far, since there is no store to move them to", ""
+        elif in_flight:
+            whose = "the different ids of the batches in flight, of all ranks"
+            remedy = "train the batches that were taken before taking another, take fewer ahead, or "
+        else:
+            whose, remedy = "the different ids of this batch, of all ranks", ""
+        return RuntimeError(
+            f"num_embeddings of table {self.window.name} is {map_.slots}, "
+            f"but {rows} rows are needed for {whose} "
+            f"({self.need} are missing, {available} can be made free); {remedy}raise num_embeddings"
+        )
 
 
 class Stopped(Exception):
@@ -89,43 +99,47 @@ class Windows:
         *,
         kind: int = BATCH,
         error: BaseException | None = None,
-        owner: object = None,
+        feed: Feed | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        waiting: Callable[[], int | None] = threading.get_ident,
     ) -> tuple[int, list[Ids]] | None:
         """Gives the ids of a batch (one array for each table) their slots, with all rows in place.
 
-        Returns the number of the batch, to be given to `in_flight.remove` once it was trained, and the slots.
-        A rank without a batch says why with `kind`; None is returned when all ranks are at their end.
-        `owner` tells the batches of one iterator from those of another; `stopped`, whether it was closed.
+        Returns the number of the batch, which is in flight from then on, and the slots. A rank without a
+        batch says why with `kind`; None is returned when all ranks are at their end. `feed` stands for the
+        iterator; `stopped` tells whether it was closed, `waiting` which thread waits for this batch.
         """
         arrays = [np.empty(0, np.int64)] * len(self.tables) if ids is None else ids
-        waited_for = -1
+        feed = feed or Feed()
         while True:
-            with self._turn:
-                headers = self.peers.headers([kind, self._frontier(), *(len(array) for array in arrays)])
+            with self._turn, self.in_flight.exchange():
+                # In this order: who waits has released what was trained before.
+                stuck = self.in_flight.is_stuck(waiting())
+                spared, pinned = self.in_flight.offer(self.time)
+                headers = self.peers.headers([kind, spared, pinned, stuck, *(len(a) for a in arrays)])
                 self._check_kinds(headers[:, 0], error)
                 if (headers[:, 0] == END).all():
                     return None
-                time, frontier = self.time, int(headers[:, 1].min())
+                time = self.time
                 self.time += 1
-                everybody = self._gather(arrays, headers[:, 2:])
+                everybody = self._gather(arrays, headers[:, 4:])
                 with self._lock:
                     slots = [window.map.find(keys, time) for window, keys in zip(self.tables, everybody)]
-                short = self._make_room(frontier)
+                # What follows depends on the maps and on the headers alone, so all ranks do the same.
+                frontiers, is_stuck, spare = headers[:, 1], headers[:, 3] != 0, True
+                short = self._make_room(int(frontiers.min()))
+                if short is not None and (is_stuck & (frontiers == frontiers.min())).any():
+                    frontiers, spare = headers[:, 2], False
+                    short = self._make_room(int(frontiers.min()))
+                frontier = int(frontiers.min())
                 if short is None:
                     self._admit()
-                    self.in_flight.add(time, owner)
-                    begins = headers[: self.peers.rank, 2:].sum(axis=0)
+                    self.in_flight.add(time, feed)
+                    begins = headers[: self.peers.rank, 4:].sum(axis=0)
                     return time, [s[b : b + len(a)] for s, b, a in zip(slots, begins, arrays)]
-                # What follows depends on the maps and on `frontier` alone, so all ranks do the same.
-                if frontier in (time, waited_for):
-                    raise RuntimeError(
-                        f"num_embeddings of table {short.name} should hold the different ids of one batch "
-                        f"of all ranks{' and of batches in flight' * (frontier < time)} "
-                        f"but is: {short.map.slots}"
-                    )
-            waited_for = frontier
-            self._wait_for_training(frontier, owner, stopped)
+                if frontier == time or (is_stuck & (frontiers == frontier)).any():
+                    raise short.error(time)
+            self._wait_for_training(frontier, spare, waiting, stopped)
             kind = STOPPED if stopped() else kind
 
     def save(self, peers: Peers) -> None:
@@ -133,20 +147,24 @@ class Windows:
         of the other one may be prepared meanwhile, in another order on every rank."""
         error: BaseException | None = None
         with self._lock:
-            frontier = self._frontier()
+            frontier = self.in_flight.oldest(self.time)[0]
+            again = self.in_flight.take_used_again(self.time)
+            since = [min(window.saved_until, again) for window in self.tables]
             try:
-                pairs = [window.map.used_since(window.saved_until) for window in self.tables]
+                pairs = [window.map.used_since(time) for window, time in zip(self.tables, since)]
                 self._each(lambda window, rows: window.ps and window.ps.push(rows), pairs)
                 self._each(lambda window, _: window.ps and window.ps.flush(), pairs)
             except BaseException as failure:
                 error = failure
         # Not under the lock: a rank that holds it here would wait for another one whose batch waits for us.
-        peers.share(error)
+        try:
+            peers.share(error)
+        except BaseException:
+            for window, time in zip(self.tables, since):
+                window.saved_until = time
+            raise
         for window in self.tables:
             window.saved_until = frontier
-
-    def _frontier(self) -> int:
-        return self.in_flight.oldest(self.time)
 
     def _check_kinds(self, kinds: Ids, error: BaseException | None) -> None:
         if (kinds == FAILED).any():
@@ -168,8 +186,8 @@ class Windows:
         split = [np.split(part, np.cumsum(size)[:-1]) for part, size in zip(parts, sizes)]
         return [np.concatenate([part[t] for part in split]) for t in range(len(self.tables))]
 
-    def _make_room(self, frontier: int) -> Window | None:
-        """Pushes and drops what is needed for the missing ids. Returns a table that cannot hold them yet."""
+    def _make_room(self, frontier: int) -> Shortage | None:
+        """Pushes and drops what is needed for the missing ids, or returns which table lacks room for now."""
         needs = [window.map.missing - window.map.free_slots for window in self.tables]
         if max(needs, default=0) <= 0:
             return None
@@ -179,9 +197,10 @@ class Windows:
         ]
         for window, need, pairs in zip(self.tables, needs, victims):
             if len(pairs) < need:
-                return window
+                return Shortage(window, need, len(pairs))
         error: BaseException | None = None
         try:
+            self.in_flight.replacing(frontier)
             with self._lock:
                 self._each(lambda window, pairs: window.ps and window.ps.push(pairs), victims)
         except BaseException as failure:
@@ -193,20 +212,22 @@ class Windows:
                     window.map.drop()
         return None
 
-    def _wait_for_training(self, frontier: int, owner: object, stopped: Callable[[], bool]) -> None:
-        """Waits until this rank has no batch in flight as old as `frontier`.
-
-        Only batches of the same iterator are waited for: it is being asked for more, so they will be trained,
-        while another iterator may be resting until this one has delivered.
-        """
+    def _wait_for_training(
+        self, frontier: int, spare: bool, waiting: Callable[[], int | None], stopped: Callable[[], bool]
+    ) -> None:
+        """Waits until this rank has no batch in flight as old as `frontier`, or waiting is no use. `spare`:
+        those count that are only spared."""
         flight = self.in_flight
 
         def over() -> bool:
-            own = owner is not None and any(other is owner for other in flight.times.values())
-            return stopped() or not own or min(flight.times, default=self.time) > frontier
+            if stopped() or flight.is_stuck(waiting()):
+                return True
+            spared, pinned = flight.oldest(self.time)
+            return (spared if spare else pinned) > frontier
 
         with flight.changed:
-            flight.changed.wait_for(over)
+            while not flight.changed.wait_for(over, POLL_SECONDS):
+                pass  # an iterator that was closed, or a graph that was freed, wakes nobody up
 
     def _admit(self) -> None:
         error: BaseException | None = None

@@ -63,6 +63,22 @@ def twins(where):
                 )
 
 
+def taken_ahead(where):
+    """Two batches ahead, with windows that have just room for them; then with too little room."""
+    from faces.torchrec_dynamic_embedding.twins import compare
+
+    for number, depth in enumerate((0, 2)):
+        url = f"redis://{where}/?layout=packed&prefix=ahead{number}"
+        sharding = ("row_wise", "table_wise")[number]
+        compare(url, sharding=sharding, num_prefetch=depth, steps=20, window=160, taken=2)
+        try:
+            compare(f"{url}-small", sharding=sharding, num_prefetch=depth, steps=20, window=64, taken=2)
+        except RuntimeError as error:
+            assert "of the batches in flight" in str(error), str(error)
+        else:
+            raise AssertionError("three batches do not fit 64 rows")
+
+
 def failing_rank(where):
     """Rank 1's loader raises in mid-epoch; afterwards a new epoch works, and so do uneven ends and breaks."""
     import torch.distributed as dist

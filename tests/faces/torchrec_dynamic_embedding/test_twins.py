@@ -35,9 +35,10 @@ def test_it_does_so_over_files(tmp_path):
 
 
 def test_the_comparison_notices_slots_that_are_given_away_too_early(monkeypatch):
-    from torchrec_dynamic_embedding.windows import InFlight
+    from torchrec_dynamic_embedding.in_flight import InFlight
 
-    monkeypatch.setattr(InFlight, "oldest", lambda self, default: default)
+    monkeypatch.setattr(InFlight, "oldest", lambda self, default: (default, default))
+    monkeypatch.setattr(InFlight, "replacing", lambda self, frontier: None)
     with pytest.raises((AssertionError, RuntimeError)):
         twins.compare("memory://unpinned", num_prefetch=4, steps=40, epochs=1)
 

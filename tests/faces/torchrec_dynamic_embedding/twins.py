@@ -1,5 +1,7 @@
 """Trains a wrapped model and its static twin on the same batches, and compares all that can be compared."""
 
+from collections import deque
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,17 +30,40 @@ def loader_of(data, of=scattered):
     return [(label, kjt(numbers, lengths, of)) for label, numbers, lengths in data]
 
 
-def compare(url, *, kind="ebc", sharding="row_wise", optimizer="adagrad", num_prefetch=0, epochs=2, steps=12):
-    """Raises AssertionError where the wrapped model and its twin differ."""
+def ahead(loader, count):
+    """The batches of the loader, each one handed on once `count` later ones were taken."""
+    taken = deque()
+    for batch in loader:
+        taken.append(batch)
+        del batch
+        if len(taken) > count:
+            yield taken.popleft()
+    while taken:
+        yield taken.popleft()
+
+
+def compare(
+    url,
+    *,
+    kind="ebc",
+    sharding="row_wise",
+    optimizer="adagrad",
+    num_prefetch=0,
+    epochs=2,
+    steps=12,
+    window=WINDOW,
+    taken=0,
+):
+    """Raises AssertionError where the wrapped model and its twin differ. `taken`: batches taken ahead."""
     rank = dist.get_rank()
     data = batches(steps, IDS, rank=rank, seed=7)
     twin = trainer(IDS, kind, sharding, optimizer)
     fill(twin, IDS)
-    ours = trainer(WINDOW, kind, sharding, optimizer)
+    ours = trainer(window, kind, sharding, optimizer)
     loader = tde.wrap(url, loader_of(data), ours.model, {"emb": ours.configs}, num_prefetch=num_prefetch)
     for epoch in range(epochs):
         expected = train(twin, loader_of(data, of=lambda numbers: numbers))
-        losses = train(ours, loader)
+        losses = train(ours, ahead(loader, taken))
         assert len(losses) == steps, f"epoch {epoch} had {len(losses)} batches"
         np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"losses of epoch {epoch}")
     tde.save(ours.model)
