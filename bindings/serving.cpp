@@ -1,5 +1,6 @@
 // Binding of the rows that read-only processes serve.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -49,6 +50,26 @@ std::vector<ServedRows> RowsFrom(const nb::list& parts) {
 
 std::span<const int64_t> Keys(uintptr_t keys, int64_t n) {
   return {Address<const int64_t>(keys), static_cast<size_t>(n)};
+}
+
+// Arrays in and out, since a small lookup costs less than the checks of its arrays in Python.
+nb::tuple FindVectors(const ServedTable& table,
+                      const nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>& ids) {
+  const size_t n = ids.size(), dim = static_cast<size_t>(table.options().dim);
+  auto* buffer = new PooledBuffer(n * (dim * sizeof(float) + 1));
+  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<PooledBuffer*>(p); });
+  auto* vectors = buffer->as<float>();
+  auto* found = buffer->as<uint8_t>() + n * dim * sizeof(float);
+  {
+    nb::gil_scoped_release unlocked;
+    table.Read({ids.data(), n}, vectors, static_cast<int64_t>(dim), found);
+  }
+  std::vector<size_t> shape;
+  for (size_t i = 0; i < ids.ndim(); ++i) shape.push_back(ids.shape(i));
+  const nb::ndarray<nb::numpy, bool> flags(found, shape.size(), shape.data(), owner);
+  shape.push_back(dim);
+  return nb::make_tuple(nb::ndarray<nb::numpy, float>(vectors, shape.size(), shape.data(), owner),
+                        flags);
 }
 
 }  // namespace
@@ -113,13 +134,7 @@ void BindServing(nb::module_& m) {
       .def_prop_ro("size", &ServedTable::size)
       .def_prop_ro("dim", [](const ServedTable& table) { return table.options().dim; })
       .def_prop_ro("private_bytes", &ServedTable::private_bytes)
-      .def(
-          "read",
-          [](const ServedTable& self, uintptr_t keys, int64_t n, uintptr_t out, int64_t stride,
-             uintptr_t found) {
-            self.Read(Keys(keys, n), Address<float>(out), stride, Address<uint8_t>(found));
-          },
-          nb::call_guard<nb::gil_scoped_release>(), "keys"_a, "n"_a, "out"_a, "stride"_a, "found"_a)
+      .def("find", &FindVectors, "ids"_a, "Vectors and which ids have a row.")
       .def(
           "read_bags",
           [](const ServedTable& self, uintptr_t keys, int64_t n, uintptr_t offsets, int64_t bags,

@@ -13,7 +13,9 @@
 namespace embstore {
 namespace {
 
-constexpr int64_t kBlock = 32;  // keys whose lines are on their way together
+constexpr int64_t kAhead = 12;          // keys between two steps of a lookup
+constexpr int64_t kRing = 32;           // at least 2 * kAhead + 1
+constexpr int64_t kFetchedBytes = 512;  // of a row; the hardware follows on its own
 constexpr int64_t kKeysPerTask = 4096;
 constexpr int64_t kRowsPerTask = 1 << 14;
 
@@ -76,7 +78,6 @@ ServedTable::ServedTable(const ServedTableOptions& options, std::vector<ServedRo
     return;
   }
   auto index = std::make_shared<ServedIndex>(size_, options.seed);
-  constexpr int64_t kAhead = 16;
   for (size_t p = 0; p < parts.size(); ++p) {
     const ServedRows& part = parts[p];
     for (int64_t i = 0; i < part.n; ++i) {
@@ -123,7 +124,6 @@ std::shared_ptr<const ServedTable> ServedTable::With(std::span<const int64_t> re
     next->size_ += (row != ServedIndex::kRemoved) - was_there;
   };
   for (const int64_t key : removed) put(key, ServedIndex::kRemoved);
-  constexpr int64_t kAhead = 16;
   for (const ServedRows& part : parts) {
     const uint32_t first = next->AddPages(part);
     for (int64_t i = 0; i < part.n; ++i) {
@@ -177,33 +177,41 @@ void ServedTable::ReadMissing(int64_t key, float* out) const {
   ActiveKernels().load_vector(rounded.data(), dim, options_.table_dtype, out);
 }
 
-void ServedTable::ReadBlock(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
+// Three steps a key, each some keys behind the one before, so that memory is always on its way:
+// fetch the lines of the index, find the row and fetch it, copy it.
+void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
                             uint8_t* found) const {
-  const ServedIndex::Line *home[kBlock], *above[kBlock];
-  const std::byte* rows[kBlock];
-  const int64_t row_bytes = std::min<int64_t>(ServedRowBytes(options_.dim, options_.dtype), 512);
-  for (int64_t i = 0; i < n; ++i) {
-    home[i] = base_->HomeOf(keys[i]);
-    __builtin_prefetch(home[i]);
-    if (!overlay_) continue;
-    above[i] = overlay_->HomeOf(keys[i]);
-    __builtin_prefetch(above[i]);
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t* row = overlay_ ? overlay_->Find(keys[i], above[i]) : nullptr;
-    if (!row) row = base_->Find(keys[i], home[i]);
-    rows[i] = row && *row != ServedIndex::kRemoved ? RowAt(*row) : nullptr;
-    if (!rows[i]) continue;
-    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(rows[i] + at);
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    float* vector = out + i * out_stride;
-    if (rows[i]) {
-      Decode(rows[i], vector);
-    } else {
-      ReadMissing(keys[i], vector);
+  const ServedIndex::Line *home[kRing], *above[kRing];
+  const std::byte* rows[kRing];
+  const ServedIndex* overlay = overlay_.get();
+  const int64_t fetched_bytes =
+      std::min(ServedRowBytes(options_.dim, options_.dtype), kFetchedBytes);
+  for (int64_t step = 0; step < n + 2 * kAhead; ++step) {
+    if (step < n) {
+      const int64_t key = keys[step];
+      const int64_t at = step % kRing;
+      __builtin_prefetch(home[at] = base_->HomeOf(key));
+      if (overlay) __builtin_prefetch(above[at] = overlay->HomeOf(key));
     }
-    if (found) found[i] = rows[i] != nullptr;
+    if (const int64_t i = step - kAhead; i >= 0 && i < n) {
+      const int64_t at = i % kRing;
+      const uint32_t* row = overlay ? overlay->Find(keys[i], above[at]) : nullptr;
+      if (!row) row = base_->Find(keys[i], home[at]);
+      rows[at] = row && *row != ServedIndex::kRemoved ? RowAt(*row) : nullptr;
+      if (rows[at]) {
+        for (int64_t b = 0; b < fetched_bytes; b += 64) __builtin_prefetch(rows[at] + b);
+      }
+    }
+    if (const int64_t i = step - 2 * kAhead; i >= 0) {
+      const std::byte* row = rows[i % kRing];
+      float* vector = out + i * out_stride;
+      if (row) {
+        Decode(row, vector);
+      } else {
+        ReadMissing(keys[i], vector);
+      }
+      if (found) found[i] = row != nullptr;
+    }
   }
 }
 
@@ -211,11 +219,9 @@ void ServedTable::Read(std::span<const int64_t> keys, float* out, int64_t out_st
                        uint8_t* found) const {
   const auto n = static_cast<int64_t>(keys.size());
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
-    for (int64_t i = task * kKeysPerTask; i < end; i += kBlock) {
-      ReadBlock(keys.data() + i, std::min(kBlock, end - i), out + i * out_stride, out_stride,
-                found ? found + i : nullptr);
-    }
+    const int64_t begin = task * kKeysPerTask;
+    ReadRange(keys.data() + begin, std::min(kKeysPerTask, n - begin), out + begin * out_stride,
+              out_stride, found ? found + begin : nullptr);
   });
 }
 

@@ -158,7 +158,7 @@ class ServedTable {
     const Page& page = pages_[row >> kPageBits];
     return page.rows + (row & ((1u << kPageBits) - 1)) * page.stride_bytes;
   }
-  void ReadBlock(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
+  void ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
                  uint8_t* found) const;
   void Decode(const std::byte* row, float* out) const;
   void ReadMissing(int64_t key, float* out) const;

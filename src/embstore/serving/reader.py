@@ -77,10 +77,13 @@ class State:
 
             vectors, found = reader.state.find("user", [7, -1])
         """
-        served, keys = self._table(table), as_keys(ids, "ids")
-        values, found = empty_floats(keys.n, served.dim), np.empty(keys.n, np.bool_)
-        served.read(keys.address, keys.n, address(values), served.dim, address(found))
-        return keys.like(values.reshape(*keys.shape, served.dim)), keys.like(found.reshape(keys.shape))
+        served = self._table(table)
+        if type(ids) is np.ndarray and ids.dtype == np.int64 and ids.flags.c_contiguous:
+            vectors, found = served.find(ids)
+            return vectors, found
+        keys = as_keys(ids, "ids")
+        vectors, found = served.find(np.asarray(keys.array).reshape(keys.shape))
+        return keys.like(vectors), keys.like(found)
 
     def bags(
         self, table: str, ids: object, offsets: object, *, weights: object = None, mode: str = "sum"
