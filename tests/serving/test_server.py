@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -210,3 +212,14 @@ def test_the_api_page_works_in_a_browser_without_internet(log_and_server, tmp_pa
     assert "/v1/lookup.bin" in done.stdout and "/readyz" in done.stdout
     assert "//" not in httpx.get(f"{url}/docs").text.replace("<!--", "")  # no other host is named
     assert "CONSOLE" not in done.stderr, done.stderr
+
+
+def test_the_client_of_the_guide_reads_what_the_server_sends(log_and_server):
+    _, tables, url = log_and_server
+    guide = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"```python\n# client\n(.*?)```", guide, re.S)
+    names = {}
+    exec(code, names)
+    _, answer = names["lookup"](url, {"user": KEYS, "item": [7, 99]})
+    np.testing.assert_array_equal(answer["user"][0], tables["a"]["user"].find(KEYS)[0])
+    assert answer["item"][1].tolist() == [True, False]
