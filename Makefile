@@ -32,7 +32,8 @@ PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
 PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
 PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
-PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis
+PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis \
+  fastapi uvicorn prometheus-client swagger-ui-bundle httpx tensorboard
 PIP_tensorflow := tensorflow-cpu==2.21.0 tf_keras==2.21.0
 
 CPP_FILES := $(shell find core bindings -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \) 2>/dev/null)
@@ -62,7 +63,7 @@ help:  ## this list
 
 # ------------------------------------------------------------------------------------------------
 
-setup: $(VENV)/.done-redis $(PACKAGE)  ## create .venv with all that is needed and build the package into it
+setup: $(VENV)/.done-redis-server $(VENV)/.done-chromium $(PACKAGE)  ## create .venv with all that is needed and build the package into it
 	@echo "setup: ready ($(VENV))"
 
 $(VENV)/.done-venv:
@@ -83,16 +84,19 @@ endef
 previous := $(VENV)/.done-venv
 $(foreach s,$(STEPS),$(eval $(call pip_rule,$(s),$(previous)))$(eval previous := $(call stamp,$(s))))
 
-# A server for the tests of the Redis store. Only tried, never required.
-$(VENV)/.done-redis: | $(VENV)/.done-venv
-	@mkdir -p build; if command -v redis-server >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  printf '  redis-server ... '; export DEBIAN_FRONTEND=noninteractive; \
-	  install() { timeout 300 apt-get install -y --no-install-recommends redis-server; }; \
+# Programs that tests start: a server for the Redis store, a browser for pages. Tried, never required.
+define system_program
+$(VENV)/.done-$(1): | $(VENV)/.done-venv
+	@mkdir -p build; if command -v $(1) >/dev/null; then :; \
+	elif [ "$$$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  printf '  $(1) ... '; export DEBIAN_FRONTEND=noninteractive; \
+	  install() { timeout 600 apt-get install -y --no-install-recommends $(1); }; \
 	  if { install || { timeout 120 apt-get update && install; }; } >>$(LOG) 2>&1 </dev/null; \
 	  then echo done; else echo 'not installed (see $(LOG)); tests that need it are skipped'; fi; \
-	else echo '  redis-server is missing; tests that need it are skipped'; fi
-	@touch $@
+	else echo '  $(1) is missing; tests that need it are skipped'; fi
+	@touch $$@
+endef
+$(foreach program,redis-server chromium,$(eval $(call system_program,$(program))))
 
 # The C++ tests share this build directory, so the engine is compiled once for both.
 $(PACKAGE): $(STAMPS) $(PACKAGE_SOURCES)

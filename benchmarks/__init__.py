@@ -26,5 +26,6 @@ PROGRAMS = (
     "dmp",
     "dumps",
     "parameter_server",
+    "serving",
     "tfra",
 )

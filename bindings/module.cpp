@@ -71,4 +71,5 @@ NB_MODULE(_core, m) {
   BindRouting(m);
   BindParameterServer(m);
   BindSlotMap(m);
+  BindServing(m);
 }

@@ -8,7 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["guide.md", "stores.md", "one_embedding.md"])
+@pytest.mark.parametrize("page", ["guide.md", "stores.md", "one_embedding.md", "serving.md"])
 def test_the_examples_of_a_guide_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)

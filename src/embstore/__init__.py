@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from embstore import stores
+from embstore import metrics, serving, stores
 from embstore._core import get_num_threads, isa, set_num_threads
 from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
@@ -85,8 +85,10 @@ __all__ = [
     "get_num_threads",
     "isa",
     "load",
+    "metrics",
     "open_dump",
     "owner",
+    "serving",
     "set_num_threads",
     "stores",
 ]

@@ -1,0 +1,178 @@
+// ServedTable: rows by key in one state that never changes, for processes that only read.
+//
+//     index   key -> row number       cache lines of five entries
+//     pages   row number -> bytes     65,536 rows each, in the mapped file that holds them
+//
+// A state is made from the one before: `With` adds the rows of an increment and takes its deletions
+// away. Base index and files are shared by all states; only the overlay, an index of what changed
+// since the base, is copied. Old states stay valid while somebody holds them.
+//
+// Thread safety: immutable after construction, so readers need no lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "embstore/initializer.h"
+#include "embstore/mapped_file.h"
+#include "embstore/memory.h"
+#include "embstore/types.h"
+
+namespace embstore {
+
+// Elements of a served row. An int8 row is [minimum | scale | uint8 codes] with float32 numbers,
+// and reads minimum + scale * code.
+enum class ServedDType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
+
+int64_t ServedRowBytes(int64_t dim, ServedDType dtype);
+
+// Converts rows; `out` holds n * ServedRowBytes bytes. A row with a NaN or an infinite component
+// cannot be int8: throws InvalidArgument naming its position.
+void EncodeServedRows(const float* values, int64_t n, int64_t dim, ServedDType dtype,
+                      std::byte* out);
+
+// Keys to row numbers: open addressing over lines of five entries, four fifths full.
+//
+// Invariants
+//  1. A key lies in its home line or, where that is full, in one of the next ones; every line that
+//  was
+//     full when a key passed it says so.
+//  2. Entries of a line are packed from the front.
+class ServedIndex {
+ public:
+  static constexpr uint32_t kRemoved = UINT32_MAX;  // in an overlay: the key is gone
+  struct alignas(64) Line {
+    static constexpr int kEntries = 5;
+    int64_t keys[kEntries];
+    uint32_t rows[kEntries];
+    uint16_t count;
+    uint16_t passed;  // 1: keys of this line or of an earlier one lie further on
+  };
+  static_assert(sizeof(Line) == 64);
+
+  // Room for `entries` keys. `secret` keys the hash, so that nobody can aim at one line.
+  ServedIndex(int64_t entries, uint64_t secret);
+  // The index in a file that Save wrote. Throws InvalidArgument when it is damaged, or of other
+  // keys.
+  ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc);
+  ServedIndex(const ServedIndex& other, int64_t entries);  // a copy with room for that many
+
+  int64_t size() const { return size_; }
+  size_t bytes() const { return static_cast<size_t>(lines_count_) * sizeof(Line); }
+  uint64_t secret() const { return secret_; }
+
+  // The row of the key becomes `row`. Returns what it was, if the key was there.
+  std::optional<uint32_t> Put(int64_t key, uint32_t row);
+
+  const Line* HomeOf(int64_t key) const {
+    return lines_ + ((Hash(key) >> 32) * static_cast<uint64_t>(lines_count_) >> 32);
+  }
+  // The row, or null. `home` is HomeOf(key), which a caller fetches ahead.
+  const uint32_t* Find(int64_t key, const Line* home) const {
+    for (const Line* line = home;;) {
+      for (int i = 0; i < line->count; ++i) {
+        if (line->keys[i] == key) return &line->rows[i];
+      }
+      if (!line->passed) return nullptr;
+      if (++line == lines_ + lines_count_) line = lines_;
+    }
+  }
+  const uint32_t* Find(int64_t key) const { return Find(key, HomeOf(key)); }
+
+  // Writes the index to a new file, synced; the caller renames it. `keys_crc` says whose it is.
+  void Save(const std::string& path, uint32_t keys_crc) const;
+
+  template <typename Visit>
+  void ForEach(const Visit& visit) const {
+    for (const Line* line = lines_; line != lines_ + lines_count_; ++line) {
+      for (int i = 0; i < line->count; ++i) visit(line->keys[i], line->rows[i]);
+    }
+  }
+
+ private:
+  uint64_t Hash(int64_t key) const;
+
+  uint64_t secret_ = 0;
+  int64_t lines_count_ = 0, size_ = 0;
+  HugeBuffer owned_;
+  std::unique_ptr<MappedFile> mapped_;
+  const Line* lines_ = nullptr;
+};
+
+struct ServedTableOptions {
+  std::string name;
+  int64_t dim = 0;
+  ServedDType dtype = ServedDType::kFloat32;
+  uint64_t seed = 0;
+  // What a missing key reads: its initial vector, or 0.0.
+  std::optional<InitializerOptions> initial;
+  DType table_dtype = DType::kFloat32;  // initial vectors are rounded to it, as in training
+};
+
+// Rows in a file: row i begins at `rows` + i * stride and belongs to keys[i].
+struct ServedRows {
+  std::shared_ptr<const void> owner;  // keeps both arrays alive
+  const int64_t* keys = nullptr;
+  const std::byte* rows = nullptr;
+  int64_t n = 0;
+  int64_t stride_bytes = 0;
+};
+
+class ServedTable {
+ public:
+  // A base. `index_path` names a file of ServedIndex::Save for exactly these keys ("": the index is
+  // built). Throws InvalidArgument when a key comes twice.
+  ServedTable(const ServedTableOptions& options, std::vector<ServedRows> parts,
+              const std::string& index_path, uint32_t keys_crc);
+
+  // The state after an increment: `removed` go, then the rows of `parts` replace what was there.
+  std::shared_ptr<const ServedTable> With(std::span<const int64_t> removed,
+                                          std::vector<ServedRows> parts) const;
+
+  const ServedTableOptions& options() const { return options_; }
+  int64_t size() const { return size_; }
+  const ServedIndex& base() const { return *base_; }
+  // Bytes of this process alone; mapped files are shared.
+  size_t private_bytes() const;
+
+  // out row i (float32) = vector of keys[i], found[i] whether it has a row (null: nobody asks).
+  void Read(std::span<const int64_t> keys, float* out, int64_t out_stride, uint8_t* found) const;
+
+  // out row b = the sum (or mean) of the vectors of keys[offsets[b]] to keys[offsets[b + 1]], each
+  // times its weight (null: 1), added in order as in training. Throws InvalidArgument unless
+  // offsets rise from 0 to the number of keys.
+  void ReadBags(std::span<const int64_t> keys, std::span<const int64_t> offsets,
+                const float* weights, bool mean, float* out, int64_t out_stride) const;
+
+ private:
+  static constexpr int kPageBits = 16;
+
+  ServedTable(const ServedTable&) = default;
+  uint32_t AddPages(const ServedRows& part);
+  const std::byte* RowAt(uint32_t row) const {
+    const Page& page = pages_[row >> kPageBits];
+    return page.rows + (row & ((1u << kPageBits) - 1)) * page.stride_bytes;
+  }
+  void ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
+                 uint8_t* found) const;
+  void Decode(const std::byte* row, float* out) const;
+  void ReadMissing(int64_t key, float* out) const;
+
+  struct Page {
+    const std::byte* rows;
+    int64_t stride_bytes;
+  };
+  ServedTableOptions options_;
+  std::optional<Initializer> initializer_;
+  std::shared_ptr<const ServedIndex> base_, overlay_;  // overlay_ null: nothing changed yet
+  std::vector<Page> pages_;
+  std::vector<std::shared_ptr<const void>> owners_;
+  int64_t size_ = 0;
+};
+
+}  // namespace embstore

@@ -1,0 +1,71 @@
+#include "embstore/mapped_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <vector>
+
+#include "embstore/checksum.h"
+#include "embstore/parallel.h"
+#include "embstore/types.h"
+
+namespace embstore {
+namespace {
+
+[[noreturn]] void Fail(const std::string& path, const char* what) {
+  throw std::system_error(errno, std::generic_category(), path + ": cannot " + what);
+}
+
+struct Descriptor {
+  int fd;
+  ~Descriptor() { close(fd); }
+};
+
+}  // namespace
+
+MappedFile::MappedFile(const std::string& path, int64_t bytes) {
+  // O_NONBLOCK: opening a FIFO must not wait for its writer.
+  const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+  if (file.fd < 0) Fail(path, "be opened");
+  struct stat facts;
+  if (fstat(file.fd, &facts) != 0) Fail(path, "be examined");
+  if (!S_ISREG(facts.st_mode)) throw InvalidArgument(path + ": is not a regular file");
+  if (bytes >= 0 && facts.st_size != bytes) {
+    throw InvalidArgument(path + ": expected " + std::to_string(bytes) + " bytes, found " +
+                          std::to_string(facts.st_size));
+  }
+  size_ = static_cast<size_t>(facts.st_size);
+  if (size_ == 0) return;
+  void* data = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file.fd, 0);
+  if (data == MAP_FAILED) Fail(path, "be mapped");
+  madvise(data, size_, MADV_RANDOM);  // lookups touch rows here and there: no read-ahead
+  data_ = static_cast<const std::byte*>(data);
+}
+
+MappedFile::~MappedFile() {
+  if (data_) munmap(const_cast<std::byte*>(data_), size_);
+}
+
+uint32_t MappedFile::Checksum() const {
+  constexpr size_t kPiece = size_t{8} << 20;
+  const size_t pieces = (size_ + kPiece - 1) / kPiece;
+  std::vector<uint32_t> sums(pieces);
+  if (data_) madvise(const_cast<std::byte*>(data_), size_, MADV_SEQUENTIAL);
+  ParallelFor(static_cast<int64_t>(pieces), [&](int64_t piece) {
+    const size_t begin = static_cast<size_t>(piece) * kPiece;
+    sums[static_cast<size_t>(piece)] = Crc32(0, data_ + begin, std::min(kPiece, size_ - begin));
+  });
+  if (data_) madvise(const_cast<std::byte*>(data_), size_, MADV_RANDOM);
+  uint32_t crc = 0;
+  for (size_t i = 0; i < pieces; ++i) {
+    crc = Crc32Combine(crc, sums[i], std::min(kPiece, size_ - i * kPiece));
+  }
+  return crc;
+}
+
+}  // namespace embstore

@@ -1,0 +1,134 @@
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "embstore/checksum.h"
+#include "embstore/hash.h"
+#include "embstore/served_table.h"
+
+namespace embstore {
+namespace {
+
+// The first 64 bytes of an index file; the lines follow.
+struct Header {
+  char magic[8];
+  uint32_t version;
+  uint32_t keys_crc;  // of the file of keys
+  uint64_t lines;
+  uint64_t entries;
+  uint64_t secret;
+  uint32_t lines_crc;
+  uint8_t unused[16];
+  uint32_t crc;  // of the bytes before it
+};
+static_assert(sizeof(Header) == 64);
+constexpr char kMagic[8] = {'E', 'M', 'B', 'I', 'N', 'D', 'E', 'X'};
+constexpr uint32_t kVersion = 1;
+
+uint32_t HeaderCrc(const Header& header) { return Crc32(0, &header, offsetof(Header, crc)); }
+
+int64_t LinesFor(int64_t entries) { return entries / (ServedIndex::Line::kEntries - 1) + 1; }
+
+void WriteAll(int fd, const void* data, size_t bytes, const std::string& path) {
+  const char* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t done = write(fd, at, bytes);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) throw std::system_error(errno, std::generic_category(), path);
+    at += done;
+    bytes -= static_cast<size_t>(done);
+  }
+}
+
+}  // namespace
+
+ServedIndex::ServedIndex(int64_t entries, uint64_t secret)
+    : secret_(secret),
+      lines_count_(LinesFor(entries)),
+      owned_(static_cast<size_t>(lines_count_) * sizeof(Line)),
+      lines_(reinterpret_cast<const Line*>(owned_.data())) {}
+
+ServedIndex::ServedIndex(const ServedIndex& other, int64_t entries)
+    : ServedIndex(std::max(entries, other.size()), other.secret_) {
+  if (lines_count_ <= other.lines_count_) {  // most increments: the same lines, copied as they are
+    *this = ServedIndex(other.lines_count_ * (Line::kEntries - 1) - 1, other.secret_);
+    std::memcpy(owned_.data(), other.lines_, other.bytes());
+    size_ = other.size_;
+    return;
+  }
+  other.ForEach([this](int64_t key, uint32_t row) { Put(key, row); });
+}
+
+ServedIndex::ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc)
+    : mapped_(std::make_unique<MappedFile>(path, -1)) {
+  Header header;
+  const auto refuse = [&](const char* why) { throw InvalidArgument(path + ": " + why); };
+  if (mapped_->size() < sizeof(header)) refuse("is not an index file");
+  std::memcpy(&header, mapped_->data(), sizeof(header));
+  if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) refuse("is not an index file");
+  if (header.version != kVersion) refuse("is an index file of another version");
+  if (header.crc != HeaderCrc(header)) refuse("is damaged: the checksum of its header is wrong");
+  if (header.keys_crc != keys_crc || header.entries != static_cast<uint64_t>(entries)) {
+    refuse("is the index of other keys");
+  }
+  if (header.lines != static_cast<uint64_t>(LinesFor(entries)) ||
+      mapped_->size() != sizeof(header) + header.lines * sizeof(Line)) {
+    refuse("is damaged: its size is wrong");
+  }
+  secret_ = header.secret;
+  lines_count_ = static_cast<int64_t>(header.lines);
+  size_ = entries;
+  lines_ = reinterpret_cast<const Line*>(mapped_->data() + sizeof(header));
+  if (Crc32(0, lines_, bytes()) != header.lines_crc) refuse("is damaged: its checksum is wrong");
+}
+
+uint64_t ServedIndex::Hash(int64_t key) const {
+  return HashKey(static_cast<int64_t>(static_cast<uint64_t>(key) ^ secret_));
+}
+
+std::optional<uint32_t> ServedIndex::Put(int64_t key, uint32_t row) {
+  auto* lines = reinterpret_cast<Line*>(owned_.data());
+  for (int64_t at = HomeOf(key) - lines_;;) {
+    Line& line = lines[at];
+    for (int i = 0; i < line.count; ++i) {
+      if (line.keys[i] == key) return std::exchange(line.rows[i], row);
+    }
+    if (line.count < Line::kEntries) {
+      line.keys[line.count] = key;
+      line.rows[line.count++] = row;
+      ++size_;
+      return std::nullopt;
+    }
+    line.passed = 1;
+    if (++at == lines_count_) at = 0;
+  }
+}
+
+void ServedIndex::Save(const std::string& path, uint32_t keys_crc) const {
+  Header header{};
+  std::memcpy(header.magic, kMagic, sizeof(kMagic));
+  header.version = kVersion;
+  header.keys_crc = keys_crc;
+  header.lines = static_cast<uint64_t>(lines_count_);
+  header.entries = static_cast<uint64_t>(size_);
+  header.secret = secret_;
+  header.lines_crc = Crc32(0, lines_, bytes());
+  header.crc = HeaderCrc(header);
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), path);
+  try {
+    WriteAll(fd, &header, sizeof(header), path);
+    WriteAll(fd, lines_, bytes(), path);
+    if (fsync(fd) != 0) throw std::system_error(errno, std::generic_category(), path);
+  } catch (...) {
+    close(fd);
+    unlink(path.c_str());
+    throw;
+  }
+  close(fd);
+}
+
+}  // namespace embstore

@@ -1,0 +1,248 @@
+#include "embstore/served_table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "embstore/kernels.h"
+#include "embstore/parallel.h"
+
+namespace embstore {
+namespace {
+
+constexpr int64_t kAhead = 12;          // keys between two steps of a lookup
+constexpr int64_t kRing = 32;           // at least 2 * kAhead + 1
+constexpr int64_t kFetchedBytes = 512;  // of a row; the hardware follows on its own
+constexpr int64_t kKeysPerTask = 4096;
+constexpr int64_t kRowsPerTask = 1 << 14;
+
+struct Int8Head {
+  float minimum, scale;
+};
+
+void EncodeInt8(const float* values, int64_t dim, int64_t row, std::byte* out) {
+  const auto [low, high] = std::minmax_element(values, values + dim);
+  const bool finite = std::all_of(values, values + dim, [](float v) { return std::isfinite(v); });
+  if (!finite) {
+    throw InvalidArgument("values should be finite to become int8 but row " + std::to_string(row) +
+                          " is not");
+  }
+  // In double: the difference of two floats may be larger than any float.
+  const double scale = (static_cast<double>(*high) - *low) / 255.0;
+  const Int8Head head{*low, static_cast<float>(scale)};
+  std::memcpy(out, &head, sizeof(head));
+  auto* codes = reinterpret_cast<uint8_t*>(out + sizeof(head));
+  for (int64_t i = 0; i < dim; ++i) {
+    const double code =
+        head.scale > 0 ? std::nearbyint((static_cast<double>(values[i]) - *low) / head.scale) : 0.0;
+    codes[i] = static_cast<uint8_t>(std::clamp(code, 0.0, 255.0));
+  }
+}
+
+DType FloatType(ServedDType dtype) { return static_cast<DType>(dtype); }
+
+}  // namespace
+
+int64_t ServedRowBytes(int64_t dim, ServedDType dtype) {
+  if (dtype == ServedDType::kInt8) return static_cast<int64_t>(sizeof(Int8Head)) + dim;
+  return dim * static_cast<int64_t>(SizeOf(FloatType(dtype)));
+}
+
+void EncodeServedRows(const float* values, int64_t n, int64_t dim, ServedDType dtype,
+                      std::byte* out) {
+  const int64_t bytes = ServedRowBytes(dim, dtype);
+  ParallelFor((n + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kRowsPerTask, n);
+    for (int64_t i = task * kRowsPerTask; i < end; ++i) {
+      if (dtype == ServedDType::kInt8) {
+        EncodeInt8(values + i * dim, dim, i, out + i * bytes);
+      } else {
+        ActiveKernels().store_vector(values + i * dim, dim, FloatType(dtype), out + i * bytes);
+      }
+    }
+  });
+}
+
+ServedTable::ServedTable(const ServedTableOptions& options, std::vector<ServedRows> parts,
+                         const std::string& index_path, uint32_t keys_crc)
+    : options_(options) {
+  if (options.initial) initializer_.emplace(*options.initial, options.seed, options.name);
+  for (const ServedRows& part : parts) size_ += part.n;
+  std::vector<uint32_t> first;
+  for (const ServedRows& part : parts) first.push_back(AddPages(part));
+  if (!index_path.empty()) {
+    base_ = std::make_shared<ServedIndex>(index_path, size_, keys_crc);
+    return;
+  }
+  auto index = std::make_shared<ServedIndex>(size_, options.seed);
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const ServedRows& part = parts[p];
+    for (int64_t i = 0; i < part.n; ++i) {
+      if (i + kAhead < part.n) __builtin_prefetch(index->HomeOf(part.keys[i + kAhead]), 1);
+      if (index->Put(part.keys[i], first[p] + static_cast<uint32_t>(i))) {
+        throw InvalidArgument("keys of table '" + options.name + "' should be distinct but " +
+                              std::to_string(part.keys[i]) + " comes twice");
+      }
+    }
+  }
+  base_ = std::move(index);
+}
+
+uint32_t ServedTable::AddPages(const ServedRows& part) {
+  const int64_t row_bytes = ServedRowBytes(options_.dim, options_.dtype);
+  if (part.n > 0 && part.stride_bytes < row_bytes) {
+    throw InvalidArgument("stride_bytes should be at least " + std::to_string(row_bytes) +
+                          " but is: " + std::to_string(part.stride_bytes));
+  }
+  constexpr int64_t kRows = int64_t{1} << kPageBits;
+  const size_t first = pages_.size();
+  if (static_cast<int64_t>(first) * kRows + part.n >= int64_t{ServedIndex::kRemoved}) {
+    throw InvalidArgument("table '" + options_.name + "' has more rows than a reader can number");
+  }
+  for (int64_t at = 0; at < part.n; at += kRows) {
+    pages_.push_back({part.rows + at * part.stride_bytes, part.stride_bytes});
+  }
+  owners_.push_back(part.owner);
+  return static_cast<uint32_t>(first << kPageBits);
+}
+
+std::shared_ptr<const ServedTable> ServedTable::With(std::span<const int64_t> removed,
+                                                     std::vector<ServedRows> parts) const {
+  std::shared_ptr<ServedTable> next(new ServedTable(*this));
+  int64_t coming = static_cast<int64_t>(removed.size());
+  for (const ServedRows& part : parts) coming += part.n;
+  if (coming == 0) return next;
+  const int64_t known = overlay_ ? overlay_->size() : 0;
+  auto overlay = overlay_ ? std::make_shared<ServedIndex>(*overlay_, known + coming)
+                          : std::make_shared<ServedIndex>(coming, base_->secret());
+  const auto put = [&](int64_t key, uint32_t row) {
+    const std::optional<uint32_t> before = overlay->Put(key, row);
+    const bool was_there = before ? *before != ServedIndex::kRemoved : base_->Find(key) != nullptr;
+    next->size_ += (row != ServedIndex::kRemoved) - was_there;
+  };
+  for (const int64_t key : removed) put(key, ServedIndex::kRemoved);
+  for (const ServedRows& part : parts) {
+    const uint32_t first = next->AddPages(part);
+    for (int64_t i = 0; i < part.n; ++i) {
+      if (i + kAhead < part.n) {
+        __builtin_prefetch(overlay->HomeOf(part.keys[i + kAhead]), 1);
+        __builtin_prefetch(base_->HomeOf(part.keys[i + kAhead]));
+      }
+      put(part.keys[i], first + static_cast<uint32_t>(i));
+    }
+  }
+  next->overlay_ = std::move(overlay);
+  return next;
+}
+
+size_t ServedTable::private_bytes() const {
+  return pages_.size() * sizeof(Page) + (overlay_ ? overlay_->bytes() : 0);
+}
+
+void ServedTable::Decode(const std::byte* row, float* out) const {
+  const int64_t dim = options_.dim;
+  switch (options_.dtype) {
+    case ServedDType::kFloat32:
+      std::memcpy(out, row, static_cast<size_t>(dim) * sizeof(float));
+      return;
+    case ServedDType::kFloat16:
+    case ServedDType::kBFloat16:
+      ActiveKernels().load_vector(row, dim, FloatType(options_.dtype), out);
+      return;
+    case ServedDType::kInt8: {
+      Int8Head head;
+      std::memcpy(&head, row, sizeof(head));
+      const auto* codes = reinterpret_cast<const uint8_t*>(row + sizeof(head));
+      for (int64_t i = 0; i < dim; ++i) {
+        out[i] = head.minimum + head.scale * static_cast<float>(codes[i]);
+      }
+    }
+  }
+}
+
+void ServedTable::ReadMissing(int64_t key, float* out) const {
+  const int64_t dim = options_.dim;
+  if (!initializer_) {
+    std::fill_n(out, dim, 0.0f);
+    return;
+  }
+  initializer_->Fill(key, {out, static_cast<size_t>(dim)});
+  if (options_.table_dtype == DType::kFloat32) return;
+  thread_local std::vector<uint16_t> rounded;
+  rounded.resize(static_cast<size_t>(dim));
+  ActiveKernels().store_vector(out, dim, options_.table_dtype, rounded.data());
+  ActiveKernels().load_vector(rounded.data(), dim, options_.table_dtype, out);
+}
+
+// Three steps a key, each some keys behind the one before, so that memory is always on its way:
+// fetch the lines of the index, find the row and fetch it, copy it.
+void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
+                            uint8_t* found) const {
+  const ServedIndex::Line *home[kRing], *above[kRing];
+  const std::byte* rows[kRing];
+  const ServedIndex* overlay = overlay_.get();
+  const int64_t fetched_bytes =
+      std::min(ServedRowBytes(options_.dim, options_.dtype), kFetchedBytes);
+  for (int64_t step = 0; step < n + 2 * kAhead; ++step) {
+    if (step < n) {
+      const int64_t key = keys[step];
+      const int64_t at = step % kRing;
+      __builtin_prefetch(home[at] = base_->HomeOf(key));
+      if (overlay) __builtin_prefetch(above[at] = overlay->HomeOf(key));
+    }
+    if (const int64_t i = step - kAhead; i >= 0 && i < n) {
+      const int64_t at = i % kRing;
+      const uint32_t* row = overlay ? overlay->Find(keys[i], above[at]) : nullptr;
+      if (!row) row = base_->Find(keys[i], home[at]);
+      rows[at] = row && *row != ServedIndex::kRemoved ? RowAt(*row) : nullptr;
+      if (rows[at]) {
+        for (int64_t b = 0; b < fetched_bytes; b += 64) __builtin_prefetch(rows[at] + b);
+      }
+    }
+    if (const int64_t i = step - 2 * kAhead; i >= 0) {
+      const std::byte* row = rows[i % kRing];
+      float* vector = out + i * out_stride;
+      if (row) {
+        Decode(row, vector);
+      } else {
+        ReadMissing(keys[i], vector);
+      }
+      if (found) found[i] = row != nullptr;
+    }
+  }
+}
+
+void ServedTable::Read(std::span<const int64_t> keys, float* out, int64_t out_stride,
+                       uint8_t* found) const {
+  const auto n = static_cast<int64_t>(keys.size());
+  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
+    const int64_t begin = task * kKeysPerTask;
+    ReadRange(keys.data() + begin, std::min(kKeysPerTask, n - begin), out + begin * out_stride,
+              out_stride, found ? found + begin : nullptr);
+  });
+}
+
+void ServedTable::ReadBags(std::span<const int64_t> keys, std::span<const int64_t> offsets,
+                           const float* weights, bool mean, float* out, int64_t out_stride) const {
+  const auto n = static_cast<int64_t>(keys.size());
+  if (offsets.empty() || offsets.front() != 0 || offsets.back() != n ||
+      !std::is_sorted(offsets.begin(), offsets.end())) {
+    throw InvalidArgument("offsets should rise from 0 to the number of keys, " + std::to_string(n));
+  }
+  const int64_t dim = options_.dim;
+  const PooledBuffer vectors(static_cast<size_t>(n * dim) * sizeof(float));
+  Read(keys, vectors.as<float>(), dim, nullptr);
+  std::vector<Row> numbers(keys.size());
+  std::iota(numbers.begin(), numbers.end(), Row{0});
+  const RowsView rows{vectors.as<std::byte>(), dim * 4, dim, DType::kFloat32, dim * 4};
+  VectorsView bags;
+  bags.base = out;
+  bags.stride = out_stride;
+  ActiveKernels().pool(rows, numbers.data(), nullptr, offsets.data(), weights, mean, 0,
+                       static_cast<int64_t>(offsets.size()) - 1, bags);
+}
+
+}  // namespace embstore

@@ -1,0 +1,178 @@
+#include "embstore/served_table.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+namespace {
+
+using namespace embstore;
+
+constexpr int64_t kDim = 7;
+
+struct Rows {
+  std::vector<int64_t> keys;
+  std::vector<float> values;
+};
+
+Rows RowsOf(const std::vector<int64_t>& keys, float shift) {
+  Rows rows{keys, {}};
+  for (const int64_t key : keys) {
+    for (int64_t j = 0; j < kDim; ++j) {
+      rows.values.push_back(static_cast<float>(key % 1000) + shift + static_cast<float>(j) / 8);
+    }
+  }
+  return rows;
+}
+
+ServedRows Part(std::shared_ptr<const Rows> rows) {
+  return {rows, rows->keys.data(), reinterpret_cast<const std::byte*>(rows->values.data()),
+          static_cast<int64_t>(rows->keys.size()), kDim * 4};
+}
+
+ServedTableOptions Options() {
+  ServedTableOptions options;
+  options.name = "user";
+  options.dim = kDim;
+  options.seed = 5;
+  return options;
+}
+
+TEST(States follow a dictionary through increments and deletions and old states stay) {
+  std::mt19937_64 random(1);
+  std::map<int64_t, float> oracle;
+  std::vector<int64_t> keys = {0, -1, INT64_MIN, INT64_MAX};
+  for (int i = 0; i < 70'001; ++i) keys.push_back(static_cast<int64_t>(random()));
+  for (const int64_t key : keys) oracle[key] = 0;
+  std::vector<std::shared_ptr<const ServedTable>> states = {std::make_shared<ServedTable>(
+      Options(), std::vector{Part(std::make_shared<Rows>(RowsOf(keys, 0)))}, "", 0)};
+  std::vector<std::map<int64_t, float>> oracles = {oracle};
+  for (int step = 1; step <= 9; ++step) {
+    std::set<int64_t> changed, removed;
+    for (int i = 0; i < 997 * step; ++i) changed.insert(keys[random() % keys.size()]);
+    for (int i = 0; i < 131; ++i) changed.insert(static_cast<int64_t>(random() % 5000));
+    for (int i = 0; i < 211; ++i) removed.insert(keys[random() % keys.size()]);
+    for (const int64_t key : removed) oracle.erase(key);
+    for (const int64_t key : changed) oracle[key] = static_cast<float>(step);
+    const std::vector<int64_t> gone(removed.begin(), removed.end());
+    auto rows =
+        std::make_shared<Rows>(RowsOf({changed.begin(), changed.end()}, static_cast<float>(step)));
+    states.push_back(states.back()->With(gone, {Part(std::move(rows))}));
+    oracles.push_back(oracle);
+  }
+  for (int64_t key = 0; key < 5000; key += 3) keys.push_back(key);
+  std::vector<float> out(keys.size() * kDim);
+  std::vector<uint8_t> found(keys.size());
+  for (size_t s = 0; s < states.size(); ++s) {
+    CHECK_EQ(states[s]->size(), static_cast<int64_t>(oracles[s].size()));
+    states[s]->Read(keys, out.data(), kDim, found.data());
+    int wrong = 0;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const auto expected = oracles[s].find(keys[i]);
+      wrong += found[i] != (expected != oracles[s].end());
+      for (int64_t j = 0; j < kDim; ++j) {
+        const float value =
+            expected == oracles[s].end()
+                ? 0.0f
+                : static_cast<float>(keys[i] % 1000) + expected->second + static_cast<float>(j) / 8;
+        wrong += out[i * kDim + static_cast<size_t>(j)] != value;
+      }
+    }
+    CHECK_EQ(wrong, 0);
+  }
+}
+
+TEST(A saved index answers as the one that was built and refuses other keys and damage) {
+  const std::string path = "/tmp/embstore_served_index_" + std::to_string(getpid());
+  std::remove(path.c_str());
+  std::vector<int64_t> keys;
+  for (int64_t i = 0; i < 1023; ++i) keys.push_back(i * i * i - 500);
+  const auto rows = std::make_shared<Rows>(RowsOf(keys, 0.5f));
+  const ServedTable built(Options(), {Part(rows)}, "", 0);
+  built.base().Save(path, 77);
+  const ServedTable mapped(Options(), {Part(rows)}, path, 77);
+  std::vector<float> a(keys.size() * kDim), b(a.size());
+  built.Read(keys, a.data(), kDim, nullptr);
+  mapped.Read(keys, b.data(), kDim, nullptr);
+  CHECK_EQ(a == b, true);
+  CHECK_THROWS(InvalidArgument, "other keys", ServedTable(Options(), {Part(rows)}, path, 78));
+  for (const int64_t at : {3, 40, 63, 64 + 4, 64 * 100 + 41}) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(at);
+    const char old = static_cast<char>(file.get());
+    file.seekp(at);
+    file.put(static_cast<char>(old ^ 1));
+    file.close();
+    CHECK_THROWS(InvalidArgument, path, ServedTable(Options(), {Part(rows)}, path, 77));
+    std::fstream again(path, std::ios::in | std::ios::out | std::ios::binary);
+    again.seekp(at);
+    again.put(old);
+  }
+  CHECK_EQ(ServedTable(Options(), {Part(rows)}, path, 77).size(), int64_t{1023});
+  CHECK_EQ(truncate(path.c_str(), 64 * 20), 0);
+  CHECK_THROWS(InvalidArgument, path, ServedTable(Options(), {Part(rows)}, path, 77));
+  std::remove(path.c_str());
+}
+
+TEST(A key that comes twice is refused) {
+  const auto rows = std::make_shared<Rows>(RowsOf({1, 2, 1}, 0));
+  CHECK_THROWS(InvalidArgument, "twice", ServedTable(Options(), {Part(rows)}, "", 0));
+}
+
+TEST(Rows of int8 differ by at most half a step of their scale) {
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal(0.0f, 0.3f);
+  for (const int64_t dim : {1, 7, 64, 97}) {
+    std::vector<float> values(static_cast<size_t>(11 * dim));
+    for (float& value : values) value = normal(random);
+    std::fill_n(values.begin(), dim, -2.5f);  // a constant row
+    auto bytes = std::make_shared<std::vector<std::byte>>(
+        static_cast<size_t>(11 * ServedRowBytes(dim, ServedDType::kInt8)));
+    EncodeServedRows(values.data(), 11, dim, ServedDType::kInt8, bytes->data());
+    ServedTableOptions options = Options();
+    options.dim = dim;
+    options.dtype = ServedDType::kInt8;
+    const std::vector<int64_t> keys = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
+    const ServedTable table(
+        options, {{bytes, keys.data(), bytes->data(), 11, ServedRowBytes(dim, ServedDType::kInt8)}},
+        "", 0);
+    std::vector<float> out(values.size());
+    table.Read(keys, out.data(), dim, nullptr);
+    for (int64_t i = 0; i < 11; ++i) {
+      const auto first = values.begin() + i * dim;
+      const float scale =
+          (*std::max_element(first, first + dim) - *std::min_element(first, first + dim)) / 255;
+      for (int64_t j = 0; j < dim; ++j) {
+        const float error = std::fabs(out[static_cast<size_t>(i * dim + j)] - first[j]);
+        CHECK_EQ(error <= 0.5f * scale + 1e-6f, true);
+      }
+    }
+  }
+  float wrong[2] = {1.0f, INFINITY};
+  std::byte out[16];
+  CHECK_THROWS(InvalidArgument, "finite", EncodeServedRows(wrong, 1, 2, ServedDType::kInt8, out));
+}
+
+TEST(A file that is no regular file or of another size is refused) {
+  CHECK_THROWS(InvalidArgument, "regular file", MappedFile("/dev/zero", -1));
+  CHECK_THROWS(InvalidArgument, "regular file", MappedFile("/tmp", -1));
+  const std::string path = "/tmp/embstore_mapped_" + std::to_string(getpid());
+  std::ofstream(path) << "abc";
+  CHECK_THROWS(InvalidArgument, "expected 4 bytes, found 3", MappedFile(path, 4));
+  CHECK_EQ(MappedFile(path, 3).Checksum(), 0x352441c2u);
+  std::remove(path.c_str());
+}
+
+}  // namespace
+
+TEST_MAIN()
