@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from embstore import _core, initializers
 from embstore.arrays import address
-from embstore.checkpoint.files import Draft, read_sealed, sealed, write_durably
+from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.files import read_sealed, sealed, write_durably
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
@@ -119,7 +120,13 @@ def increment_parts(table: DumpTable, dtype: RowDType) -> list[tuple[Any, ...]]:
     if dtype == RowDType.FLOAT32:
         return parts
     return [
-        (keys, memory_file(encode(reader.values, dtype)), n, _core.served_row_bytes(table.dim, dtype), 0)
+        (
+            keys,
+            memory_file(encode(reader.mapped_values(), dtype)),
+            n,
+            _core.served_row_bytes(table.dim, dtype),
+            0,
+        )
         for (keys, _, n, _, _), reader in zip(parts, table.readers)
     ]
 
@@ -252,8 +259,9 @@ def _write_rows(table: DumpTable, path: Path, dtype: RowDType) -> File:
     crc = written = 0
     with open(path, "xb") as file:
         for reader in table.readers:
-            for begin in range(0, reader.part.rows, _ROWS_AT_ONCE):
-                block = encode(reader.values[begin : begin + _ROWS_AT_ONCE], dtype)
+            values = reader.mapped_values()
+            for begin in range(0, len(values), _ROWS_AT_ONCE):
+                block = encode(values[begin : begin + _ROWS_AT_ONCE], dtype)
                 file.write(block.data)
                 crc, written = _core.crc32(address(block), block.nbytes, crc), written + block.nbytes
         file.flush()
