@@ -27,8 +27,19 @@ except ImportError as error:
     raise missing("a module of embstore", "torch", error) from error
 
 from embstore.arrays import engine_dtype
-from embstore.batch import Access, Pooling, Request, Update, as_key_tensor, as_offsets, as_weights, run
+from embstore.batch import (
+    Access,
+    Batch,
+    Pooling,
+    Request,
+    Update,
+    as_key_tensor,
+    as_offsets,
+    as_weights,
+    run_batch,
+)
 from embstore.batch import update_rows as update_now
+from embstore.compiled import number_of, run_in_graph
 from embstore.device_tier import DeviceTier, run_on_device
 from embstore.options import TableOptions
 from embstore.row_module import MARK, Gradients, PendingGradients, RowModule
@@ -72,6 +83,7 @@ class TableModule(RowModule):
         self.max_norm = max_norm
         self._told_of_clipping = False
         self.device_rows = device_rows
+        self._number = number_of(self)
         self._tiers: dict[str, DeviceTier] = {}
         self._move(torch.device("cpu"))
 
@@ -105,19 +117,24 @@ class TableModule(RowModule):
                 self._in_dtype(run_on_device(tier, r, w, self.shadow, self._access, self._mark))
                 for tier, r, w in zip(tiers, requests, weights, strict=True)
             ]
+        if torch.compiler.is_compiling():
+            return run_in_graph(self, requests, weights)
+        batch = self._batch_of(requests)
+        return [self._in_dtype(out) for out in run_batch(batch, self._access, self.shadow, weights)]
+
+    def _table_at(self, position: int) -> Table:
+        return list(self._tables.values())[position]
+
+    def _batch_of(self, requests: Sequence[Request]) -> Batch:
         for request in requests:
             if self._output_dtype is not None and engine_dtype(self._output_dtype) is not None:
                 request.dtype = self._output_dtype
-        outputs = run(
+        return Batch(
             requests,
-            access=self._access,
-            anchor=self.shadow,
-            update=self._update_of(requests),
+            self._update_of(requests),
             counts=self.update_in_backward and self.max_norm is None,
-            weights=weights,
             accumulates=not self.update_in_backward,
         )
-        return [self._in_dtype(out) for out in outputs]
 
     @property
     def _access(self) -> Access:
@@ -228,6 +245,7 @@ class TableModule(RowModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._number = number_of(self)
         self._move(torch.device("cpu"))
 
     def extra_repr(self) -> str:
