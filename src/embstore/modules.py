@@ -111,6 +111,8 @@ class TableModule(RowModule):
         return self._tables
 
     def _run(self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        if self.trains:
+            _refuse_replicas()
         if self._tiers:
             tiers = [self._tiers[request.table.name] for request in requests]
             return [
@@ -250,6 +252,18 @@ class TableModule(RowModule):
 
     def extra_repr(self) -> str:
         return "\n".join(repr(table) for table in self._tables.values())
+
+
+def _refuse_replicas() -> None:
+    """Raises inside of DistributedDataParallel, which averages gradients of parameters but knows no rows."""
+    if torch.compiler.is_compiling() or not torch.distributed.is_available():
+        return
+    replica = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if replica is not None and replica.process_group.size() > 1:
+        raise RuntimeError(
+            "a module of embstore under DistributedDataParallel would train a separate table on each rank: "
+            "keep it outside, or shard its rows with dynamicemb or one_embedding"
+        )
 
 
 def _clip(max_norm: float, norm: float) -> float:
