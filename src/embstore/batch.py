@@ -148,6 +148,15 @@ class Batch:
             outputs, self.out = [self.out], None
         return outputs
 
+    def require_slots(self) -> None:
+        """Raises when the backward pass cannot run again."""
+        if not self.slots:
+            raise RuntimeError(
+                "a batch can be backpropagated again only after backward(retain_graph=True)"
+                if self.accumulates
+                else "a batch can be backpropagated once: its rows have already been updated"
+            )
+
     def backward(
         self, gradients: Sequence[torch.Tensor | None], weights_wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
@@ -246,12 +255,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if not ctx.batch.slots:
-            raise RuntimeError(
-                "a batch can be backpropagated again only after backward(retain_graph=True)"
-                if ctx.batch.accumulates
-                else "a batch can be backpropagated once: its rows have already been updated"
-            )
+        ctx.batch.require_slots()
         weights = ctx.saved_tensors
         of_weights = ctx.batch.backward(gradients, ctx.needs_input_grad[2:])
         return (
@@ -297,12 +301,18 @@ def run(
 
 
 def run_batch(
+<<<<<<< HEAD
     batch: Batch,
     access: Access,
     anchor: torch.Tensor,
     weights: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """`run` for a batch that the caller has made."""
+=======
+    batch: Batch, access: Access, anchor: torch.Tensor, weights: Sequence[torch.Tensor | None] | None = None
+) -> list[torch.Tensor]:
+    """`run` for a batch that is made."""
+>>>>>>> one-embedding
     if torch.is_grad_enabled():
         inputs = weights or [None] * len(batch.requests)
         if access == Access.TRAIN:
@@ -316,6 +326,10 @@ def as_key_tensor(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
     """Keys of any integer type, shape and device as a flat int64 tensor on the CPU."""
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{name} should be a tensor but is: {type(ids).__name__}")
+    if torch.compiler.is_compiling():  # without addresses
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise TypeError(f"{name} should be integers but their dtype is: {ids.dtype}")
+        return ids.to(device="cpu", dtype=torch.int64).reshape(-1)
     array: torch.Tensor = as_keys(ids, name).array
     return array.view(-1)
 
@@ -327,7 +341,7 @@ def as_offsets(offsets: torch.Tensor, n: int, *, include_last: bool) -> torch.Te
     flat = as_key_tensor(offsets, "offsets")
     if include_last:
         return flat
-    return torch.cat([flat, torch.tensor([n], dtype=torch.int64)])
+    return torch.cat([flat, flat.new_full((1,), n)])
 
 
 def as_weights(weights: torch.Tensor, n: int) -> torch.Tensor:

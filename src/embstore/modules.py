@@ -27,8 +27,19 @@ except ImportError as error:
     raise missing("a module of embstore", "torch", error) from error
 
 from embstore.arrays import engine_dtype
-from embstore.batch import Access, Pooling, Request, Update, as_key_tensor, as_offsets, as_weights, run
+from embstore.batch import (
+    Access,
+    Batch,
+    Pooling,
+    Request,
+    Update,
+    as_key_tensor,
+    as_offsets,
+    as_weights,
+    run_batch,
+)
 from embstore.batch import update_rows as update_now
+from embstore.compiled import number_of, run_in_graph
 from embstore.device_tier import DeviceTier, run_on_device
 from embstore.options import TableOptions
 from embstore.row_module import MARK, Gradients, PendingGradients, RowModule
@@ -72,6 +83,7 @@ class TableModule(RowModule):
         self.max_norm = max_norm
         self._told_of_clipping = False
         self.device_rows = device_rows
+        self._number = number_of(self)
         self._tiers: dict[str, DeviceTier] = {}
         self._move(torch.device("cpu"))
 
@@ -99,25 +111,32 @@ class TableModule(RowModule):
         return self._tables
 
     def _run(self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        if self.trains:
+            _refuse_replicas()
         if self._tiers:
             tiers = [self._tiers[request.table.name] for request in requests]
             return [
                 self._in_dtype(run_on_device(tier, r, w, self.shadow, self._access, self._mark))
                 for tier, r, w in zip(tiers, requests, weights, strict=True)
             ]
+        if torch.compiler.is_compiling():
+            return run_in_graph(self, requests, weights)
+        batch = self._batch_of(requests)
+        return [self._in_dtype(out) for out in run_batch(batch, self._access, self.shadow, weights)]
+
+    def _table_at(self, position: int) -> Table:
+        return list(self._tables.values())[position]
+
+    def _batch_of(self, requests: Sequence[Request]) -> Batch:
         for request in requests:
             if self._output_dtype is not None and engine_dtype(self._output_dtype) is not None:
                 request.dtype = self._output_dtype
-        outputs = run(
+        return Batch(
             requests,
-            access=self._access,
-            anchor=self.shadow,
-            update=self._update_of(requests),
+            self._update_of(requests),
             counts=self.update_in_backward and self.max_norm is None,
-            weights=weights,
             accumulates=not self.update_in_backward,
         )
-        return [self._in_dtype(out) for out in outputs]
 
     @property
     def _access(self) -> Access:
@@ -228,10 +247,23 @@ class TableModule(RowModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._number = number_of(self)
         self._move(torch.device("cpu"))
 
     def extra_repr(self) -> str:
         return "\n".join(repr(table) for table in self._tables.values())
+
+
+def _refuse_replicas() -> None:
+    """Raises inside of DistributedDataParallel, which averages gradients of parameters but knows no rows."""
+    if torch.compiler.is_compiling() or not torch.distributed.is_available():
+        return
+    replica = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if replica is not None and replica.process_group.size() > 1:
+        raise RuntimeError(
+            "a module of embstore under DistributedDataParallel would train a separate table on each rank: "
+            "keep it outside, or shard its rows with dynamicemb or one_embedding"
+        )
 
 
 def _clip(max_norm: float, norm: float) -> float:

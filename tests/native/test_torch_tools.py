@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -382,3 +384,27 @@ def test_a_state_dict_is_as_it_was_and_loads_by_assignment():
     other(IDS).sum().backward()
     optimizer.step()
     torch.testing.assert_close(other.table.find(IDS)[0], before - 0.1)
+
+
+def test_a_module_under_data_parallel_ranks_is_refused_instead_of_training_tables_apart():
+    program = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import embstore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = torch.nn.Sequential(embstore.Embedding(4), torch.nn.Linear(4, 1))
+replica = torch.nn.parallel.DistributedDataParallel(model)
+try:
+    replica(torch.arange(3))
+except RuntimeError as error:
+    print(error)
+assert len(model[0].table) == 0
+replica.eval()
+assert replica(torch.arange(3)).shape == (3, 1)
+model.train()
+assert model(torch.arange(3)).requires_grad and len(model[0].table) == 3  # outside
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "would train a separate table on each rank" in done.stdout

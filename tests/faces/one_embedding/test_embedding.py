@@ -418,7 +418,6 @@ def test_rows_train_after_a_state_dict_was_assigned(tmp_path, order):
     torch.testing.assert_close(embedding.eval()(ids), before - 1.0)
 
 
-@pytest.mark.xfail(raises=BlockingIOError, reason="needs readers of the SSD store without an exclusive lock")
 def test_a_snapshot_is_read_while_the_embedding_is_open(tmp_path):
     embedding = make("open", oe.make_cached_ssd_store_options(1, str(tmp_path)))
     train(embedding, steps=5)
