@@ -301,18 +301,12 @@ def run(
 
 
 def run_batch(
-<<<<<<< HEAD
     batch: Batch,
     access: Access,
     anchor: torch.Tensor,
     weights: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """`run` for a batch that the caller has made."""
-=======
-    batch: Batch, access: Access, anchor: torch.Tensor, weights: Sequence[torch.Tensor | None] | None = None
-) -> list[torch.Tensor]:
-    """`run` for a batch that is made."""
->>>>>>> one-embedding
     if torch.is_grad_enabled():
         inputs = weights or [None] * len(batch.requests)
         if access == Access.TRAIN:
