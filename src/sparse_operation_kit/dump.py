@@ -35,8 +35,7 @@ def dump(path: str | os.PathLike[str], dump_vars: Any, optimizer: Any = None) ->
 
     The dump appears in one step when it is complete; until then an older one stays what it was. Eager only.
     """
-    bridge.require_eager("sok.dump")
-    variables, optimizer = _variables(dump_vars, "dump_vars"), _optimizer(optimizer)
+    variables, optimizer = _arguments("sok.dump", dump_vars, "dump_vars", optimizer)
     t = tool_or_single()
     if optimizer is not None:
         optimizer.create_slots(variables)
@@ -103,8 +102,7 @@ def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) ->
     come back too; where the dump has none, new rows get fresh ones. A damaged dump is refused before a row
     changes. Eager only.
     """
-    bridge.require_eager("sok.load")
-    variables, optimizer = _variables(load_vars, "load_vars"), _optimizer(optimizer)
+    variables, optimizer = _arguments("sok.load", load_vars, "load_vars", optimizer)
     tables: list[TableReader] = []
     manifest: dict[str, Any] = {}
 
@@ -174,6 +172,23 @@ def _attempt(action: Any) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _arguments(
+    function: str, variables: Any, name: str, optimizer: Any
+) -> tuple[list[Any], RowOptimizer | PlainOptimizer | None]:
+    bridge.require_eager(function)
+    variables, optimizer = _variables(variables, name), _optimizer(optimizer)
+    used = [v for v in variables if isinstance(v, StaticVariable)]
+    if isinstance(optimizer, RowOptimizer):
+        used.append(optimizer.iterations)
+    for variable in used:
+        if not hasattr(variable.handle, "numpy"):
+            raise RuntimeError(
+                f"{function} needs eager mode: {variable.name!r} belongs to a graph of tf.compat.v1. "
+                "Dynamic variables can be dumped and loaded from there, without an optimizer"
+            )
+    return variables, optimizer
 
 
 def _variables(value: Any, name: str) -> list[Any]:

@@ -132,7 +132,8 @@ def sessions(rank, size):
     batches = [all_batches(seed, size)[rank] for seed in range(3)]
 
     def loss_of(variables, ids):
-        outs = sok.lookup_sparse(variables, [ids] * len(variables), combiners=["sum"] * len(variables))
+        # Each lookup by itself: a session could run them, and their gradients, in any order.
+        outs = [sok.lookup_sparse(variable, ids, combiners="sum") for variable in variables]
         return tf.add_n([tf.reduce_sum(out**2) for out in outs])
 
     eager, wrapper = [make(kind, values) for kind in FOUR], wrapper_of("adam")

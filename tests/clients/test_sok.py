@@ -1,0 +1,42 @@
+"""Programs that use SparseOperationKit as its known clients do, on one rank and on two."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = ("sok_easyrec.py", "sok_merlin.py", "sok_hugectr.py")
+
+
+def run(command, seconds):
+    """Runs it in a group of its own, so that no child outlives the time limit."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_client_of_sok_trains_dumps_and_restores_on_one_rank(program, tmp_path):
+    output = run([sys.executable, str(Path(__file__).with_name(program)), str(tmp_path)], 110)
+    assert output.count("rank 0 of 1: all well") == 1, output[-6000:]
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_client_of_sok_trains_dumps_and_restores_on_two_ranks(program, tmp_path):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = run([*start, str(Path(__file__).with_name(program)), str(tmp_path)], 240)
+    assert output.count("of 2: all well") == 2, output[-6000:]
