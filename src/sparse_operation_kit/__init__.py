@@ -1,4 +1,4 @@
-"""SparseOperationKit's API on the engine of embstore: embeddings for TensorFlow, on any machine.
+"""Drop-in replacement for SparseOperationKit: embeddings for TensorFlow, on any machine.
 
     import sparse_operation_kit as sok
 
@@ -12,7 +12,7 @@ Rows live in host memory, in tables that grow with their keys; docs/sparse_opera
 try:
     import tensorflow as _tf
 except ImportError as _error:
-    raise ImportError("sparse_operation_kit needs TensorFlow: pip install tensorflow-cpu") from _error
+    raise ImportError("sparse_operation_kit needs TensorFlow: pip install 'embstore[tensorflow]'") from _error
 
 from sparse_operation_kit import raw_ops
 from sparse_operation_kit.communication import init, set_comm_tool

@@ -318,6 +318,6 @@ except RuntimeError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     first, *rest = done.stdout.splitlines()
-    assert first == "sparse_operation_kit needs TensorFlow: pip install tensorflow-cpu"
+    assert first == "sparse_operation_kit needs TensorFlow: pip install 'embstore[tensorflow]'"
     assert len(rest) == 4 and rest[2] == "[[1.]] False False", done.stdout + done.stderr
     assert all("sok.init()" in rest[i] for i in (0, 1, 3))
