@@ -42,5 +42,21 @@ def call(
     if tf.executing_eagerly():
         results = function(*(as_array(tf.convert_to_tensor(x)) for x in inputs))
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes)]
-    results = tf.numpy_function(lambda *arrays: list(function(*arrays)), inputs, list(dtypes))
-    return list(results)
+    return list(tf.numpy_function(lambda *arrays: list(function(*arrays)), inputs, list(dtypes)))
+
+
+def call_together(
+    function: Callable[..., Sequence[np.ndarray]], inputs: Sequence[Any], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """`call` of a function that talks to other ranks.
+
+    A session runs operations that do not depend on each other in any order, on every rank another one. So the
+    collectives of a graph depend on each other, in the order in which they were built.
+    """
+    if not in_session_graph():
+        return call(function, inputs, dtypes)
+    graph = tf.compat.v1.get_default_graph()
+    with tf.control_dependencies(getattr(graph, "_sok_last_collective", [])):
+        results = call(function, inputs, dtypes)
+    graph._sok_last_collective = [results[0].op]
+    return results

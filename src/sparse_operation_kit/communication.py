@@ -326,7 +326,7 @@ def _collective(
         def gradient(*upstream: Any) -> Any:
             raise NotImplementedError(f"{name} has no gradient; rows get theirs through sok.lookup_sparse")
 
-        return bridge.call(run, tensors, dtypes), gradient
+        return bridge.call_together(run, tensors, dtypes), gradient
 
     result = collective(*inputs)
     return list(result) if isinstance(result, (list, tuple)) else [result]

@@ -7,6 +7,7 @@ number of ranks loads into any other.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -261,10 +262,11 @@ def _check_table(table: TableReader, variable: Any) -> None:
         )
     if isinstance(variable, StaticVariable) and len(table):
         rows = int(variable.global_shape[0])
-        last = int(np.max(table.keys))
-        if last >= rows or (table.keys.dtype.kind == "i" and int(np.min(table.keys)) < 0):
+        least, most = int(np.min(table.keys)), int(np.max(table.keys))
+        if least < 0 or most >= rows:
             raise ValueError(
-                f"{variable.name!r} should have a row for key {last} of the dump but has: {rows}"
+                f"{variable.name!r} has no row for key {least if least < 0 else most} of the dump: "
+                f"it has {rows} rows"
             )
     for name, states in table.states.items():
         if len(table) and states.shape[1] != table.dim:
@@ -287,6 +289,7 @@ def _stored_slots(table: TableReader, optimizer: RowOptimizer | PlainOptimizer |
 
 def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | PlainOptimizer | None) -> None:
     t = tool_or_single()
+    dropped = -_dropped(variable)
     stored = _stored_slots(table, optimizer)
     rows_a_block = max(1, ROUND_BYTES // (8 + 4 * variable.dimension * (1 + len(stored))))
     for begin in range(0, len(table), rows_a_block):
@@ -308,3 +311,19 @@ def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | Pla
         if optimizer is not None:
             for slot, part in zip(optimizer.slots, parts):
                 optimizer.get_slot(variable, slot).scatter_update(tf.IndexedSlices(part, rows))
+    dropped += _dropped(variable)
+    if dropped:
+        warnings.warn(
+            f"{variable.name!r} dropped {dropped} rows while {len(table)} were loaded: "
+            f"max_capacity is {variable.table.stats().max_capacity} on each rank",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _dropped(variable: Any) -> int:
+    """Rows that found no room so far."""
+    if not isinstance(variable, DynamicVariable):
+        return 0
+    stats = variable.table.stats()
+    return stats.evictions + stats.refusals

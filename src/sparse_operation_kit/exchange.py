@@ -133,12 +133,12 @@ def collect(rows: Sequence[tf.Tensor], orders: Sequence[tf.Tensor], counts: tf.T
 
     @tf.custom_gradient
     def run(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        vectors = bridge.call(forward, inputs, [tf.float32] * n)
+        vectors = bridge.call_together(forward, inputs, [tf.float32] * n)
         for vector, row in zip(vectors, rows):
             vector.set_shape([None, row.shape[1]])
 
         def gradient(*upstream: tf.Tensor) -> list[Any]:
-            moved = bridge.call(backward, [*upstream, *inputs[n:]], [tf.float32] * n)
+            moved = bridge.call_together(backward, [*upstream, *inputs[n:]], [tf.float32] * n)
             for g, row in zip(moved, rows):
                 g.set_shape([None, row.shape[1]])
             return [*moved, *([None] * (n + 1))]
@@ -163,7 +163,7 @@ def distinct_rows(
     """
     n = len(variables)
     flat = [samples for pair in weighted for samples in pair]
-    results = bridge.call(
+    results = bridge.call_together(
         lambda *arrays: dispatch(variables, arrays[:n], arrays[n:]), [*keys, *flat], [tf.int64] * (2 * n + 1)
     )
     owned, orders, counts = results[:n], results[n:-1], results[-1]

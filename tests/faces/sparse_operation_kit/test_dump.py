@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_a_dump_that_does_not_fit_is_refused(tmp_path):
     sok.dump(tmp_path / "w", variable)
     with pytest.raises(ValueError, match="dimension"):
         sok.load(tmp_path / "w", sok.DynamicVariable(dimension=3, name="user"))
-    with pytest.raises(ValueError, match="row for key 2"):
+    with pytest.raises(ValueError, match="no row for key 2 of the dump: it has 2 rows"):
         sok.load(tmp_path / "w", sok.Variable(np.ones((2, 2), np.float32), name="user"))
     with pytest.raises(CheckpointError, match="other_0-key"):
         sok.load(tmp_path / "w", sok.DynamicVariable(dimension=2, name="other"))
@@ -277,6 +278,19 @@ def test_a_plain_optimizer_is_refused_where_its_states_would_be_lost(tmp_path):
     with pytest.raises(NotImplementedError, match="use_ema"):
         sok.dump(tmp_path / "w", static, tf_keras.optimizers.Adam(use_ema=True))
     assert not (tmp_path / "w").exists()
+
+
+def test_a_load_into_a_smaller_variable_warns_with_the_number_of_rows_that_found_no_room(tmp_path):
+    large = sok.DynamicVariable(dimension=2, name="t")
+    sok.assign(large, np.arange(1000), np.ones((1000, 2)))
+    sok.dump(tmp_path / "w", large)
+    small = sok.DynamicVariable(dimension=2, name="t", max_capacity=128)
+    with pytest.warns(UserWarning, match="dropped 872 rows while 1000 were loaded: max_capacity is 128"):
+        sok.load(tmp_path / "w", small)
+    assert int(small.size[0]) == 128
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sok.load(tmp_path / "w", sok.DynamicVariable(dimension=2, name="t", max_capacity=4096))
 
 
 def test_variables_dumped_one_after_the_other_stay_together(tmp_path):
