@@ -176,7 +176,7 @@ class TableReader:
 def is_sok_dump(path: Path) -> bool:
     """Whether a directory holds a dump, or what is left of one."""
     return os.path.lexists(path / MANIFEST) or any(
-        p.name.endswith(("-key", "-weight")) for p in path.iterdir()
+        p.name.endswith(("-key", "-weight")) and not p.is_dir() for p in path.iterdir()
     )
 
 

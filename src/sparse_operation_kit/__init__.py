@@ -1,4 +1,4 @@
-"""SparseOperationKit's API on the engine of embstore: embeddings for TensorFlow, on any machine.
+"""Drop-in replacement for SparseOperationKit: embeddings for TensorFlow, on any machine.
 
     import sparse_operation_kit as sok
 

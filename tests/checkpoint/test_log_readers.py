@@ -84,6 +84,33 @@ def test_a_table_over_a_store_gets_the_rows_of_the_log_and_no_others(tmp_path: P
     require_same(trainer, server)
 
 
+def test_a_server_without_optimizer_states_and_of_another_dtype_follows(tmp_path: Path) -> None:
+    trainer, log = trained(tmp_path)
+    server, oracle = (make(dtype="bfloat16", optimizer=embstore.SGD()) for _ in range(2))
+    follower = embstore.IncrementLog(tmp_path)
+    with pytest.raises(embstore.CheckpointError, match="optimizer of table 'user' is 'sgd'"):
+        follower.load({"model": {"user": server}})
+    follower.load({"model": {"user": server}}, optim=False)
+    for number in (4, 5):
+        step(trainer, number)
+        log.append({"model": {"user": trainer}})
+    follower.follow({"model": {"user": server}})
+    rows = trainer.rows()
+    oracle.insert_or_assign(rows.keys, rows.values, scores=rows.scores)
+    require_same(oracle, server)
+    with pytest.raises(ValueError, match="optim should be True with writable"):
+        follower.load({"model": {"user": server}}, optim=False, writable=True)
+
+
+def test_what_is_not_a_log_is_called_that(tmp_path: Path) -> None:
+    with pytest.raises(embstore.CheckpointError, match="is not an increment log"):
+        embstore.IncrementLog(tmp_path).load({"model": {"user": make()}})
+    trained(tmp_path)
+    shutil.rmtree(base(tmp_path, 0))
+    with pytest.raises(embstore.CheckpointError, match="its base is missing"):
+        embstore.IncrementLog(tmp_path).load({"model": {"user": make()}})
+
+
 def test_an_entry_that_is_read_stays_until_the_compaction_after_the_next(tmp_path: Path) -> None:
     trainer, log = trained(tmp_path)
     reader = embstore.IncrementLog(tmp_path).chain()

@@ -28,7 +28,7 @@ from embstore.table import Rows, Table
 class Change:
     """An increment in memory. `state` names what the tables are at when it is applied."""
 
-    def __init__(self, path: Path, number: int, tables: Tables, ranks: Ranks) -> None:
+    def __init__(self, path: Path, number: int, tables: Tables, ranks: Ranks, optim: bool) -> None:
         self._ranks = ranks
         self._matches: list[Match] = []
         self._read: list[list[Rows]] = []
@@ -37,7 +37,7 @@ class Change:
         def open_increment() -> None:
             dump = Dump(path)
             self.state = identities(dump, number)
-            self._matches = _matches(dump, tables, ranks)
+            self._matches = _matches(dump, tables, ranks, optim)
 
         def read() -> None:
             self._read = [list(_blocks(match, ranks)) for match in self._matches]
@@ -61,13 +61,13 @@ class Replacement:
     """Tables as the entries of a log say. The tables themselves change in `publish` alone, but for those over
     a store, whose rows are replaced one by one."""
 
-    def __init__(self, chain: list[Dump], tables: Tables, ranks: Ranks) -> None:
+    def __init__(self, chain: list[Dump], tables: Tables, ranks: Ranks, optim: bool) -> None:
         self._rank = ranks.rank
         self._built: list[tuple[Table, Match]] = []  # what is replaced, and the newest entry by what
         entries: list[list[Match]] = []
 
         def check() -> None:
-            entries.extend(_matches(dump, tables, ranks) for dump in chain)
+            entries.extend(_matches(dump, tables, ranks, optim) for dump in chain)
 
         def build() -> None:
             for base, *increments in zip(*entries):
@@ -88,8 +88,9 @@ class Replacement:
                 match.warn()
 
 
-def _matches(dump: Dump, tables: Tables, ranks: Ranks) -> list[Match]:
-    ownership, optim, found = ownership_in(dump), optim_of(dump), []
+def _matches(dump: Dump, tables: Tables, ranks: Ranks, optim: bool) -> list[Match]:
+    ownership, found = ownership_in(dump), []
+    optim = optim and optim_of(dump)
     for collection, named in tables.items():
         for name, table in named.items():
             if collection not in dump or name not in dump[collection]:

@@ -15,6 +15,7 @@ an entry of another log is refused. docs/formats.md says what a reader may rely 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -58,6 +59,7 @@ class IncrementLog:
         self.applied = -1
         self._state: frozenset[str] = frozenset()  # identities of what the tables are at
         self._attempt: _Attempt | None = None
+        self._optim = True  # whether the tables get the optimizer states
 
     # ---- what there is
 
@@ -92,12 +94,16 @@ class IncrementLog:
                     raise
 
     def _chain(self, entries: Entries) -> list[Dump]:
-        if not entries["base"]:
-            raise CheckpointError(f"{self.path}: has no base")
-        first = max(entries["base"])
+        first = self._newest_base(entries)
         base = Dump(entries["base"][first])
         log = str(facts_of(base, first)["log"])
         return [base, *self._increments(entries, first, identities(base, first), log)]
+
+    def _newest_base(self, entries: Entries) -> int:
+        if not entries["base"]:
+            lost = "its base is missing" if entries["increment"] else "is not an increment log"
+            raise CheckpointError(f"{self.path}: {lost}")
+        return max(entries["base"])
 
     def _increments(self, entries: Entries, after: int, state: frozenset[str], log: str = "") -> list[Dump]:
         """The increments after a number, checked to follow each other and the state at that number."""
@@ -161,7 +167,8 @@ class IncrementLog:
             job = start(base, {ranks.rank: sources}, ranks.world, order, ranks)
             job.run(ranks)
         except BaseException:
-            track(tables, False)
+            with contextlib.suppress(RuntimeError):  # of a table that is closed
+                track(tables, False)
             raise
         log._at(0, frozenset({job.id}))
         return log
@@ -202,10 +209,9 @@ class IncrementLog:
         return number
 
     def _successor(self, entries: Entries) -> tuple[dict[str, Any], bool, dict[str, dict[str, Ownership]]]:
+        self._newest_base(entries)
         number = _last(entries)
         kind = "increment" if number in entries["increment"] else "base"
-        if number not in entries[kind]:
-            raise CheckpointError(f"{self.path}: has no base")
         last = Dump(entries[kind][number])
         facts = facts_of(last, number)
         if number != self.applied:
@@ -241,18 +247,22 @@ class IncrementLog:
 
     # ---- the server, or a trainer that starts again
 
-    def load(self, tables: Tables, *, group: Any = None, writable: bool = False) -> int:
+    def load(self, tables: Tables, *, group: Any = None, writable: bool = False, optim: bool = True) -> int:
         """Makes the tables what the log says; returns the number they are at.
 
         Everything is checked and built aside first: a table changes in one step, when nothing can fail any
         more, and a call that raises leaves it as it was. That takes the memory of the rows twice for tables
         that have rows. Rows of a table over a store are replaced one by one. With `writable` their changes
-        are tracked from now on, so that `append` may follow.
+        are tracked from now on, so that `append` may follow. Without `optim`, here and in `follow`, optimizer
+        states of the log are left out, so that a server may have another optimizer, such as SGD, which has
+        none.
         """
+        if writable and not optim:
+            raise ValueError("optim should be True with writable: a trainer needs the optimizer states")
         ranks = ranks_of(group, "IncrementLog.load()")
 
         def build() -> tuple[Replacement, int, frozenset[str]]:
-            first, last = ranks.lead(lambda: self._steady(_span))
+            first, last = ranks.lead(lambda: self._steady(self._span))
             chain: list[Dump] = []
 
             def open_all() -> None:
@@ -262,14 +272,18 @@ class IncrementLog:
                 chain.extend(self._chain({"base": bases, "increment": kept}))
 
             ranks.agree(open_all)
-            return Replacement(chain, tables, ranks), last, identities(chain[-1], last)
+            return Replacement(chain, tables, ranks, optim), last, identities(chain[-1], last)
 
         replacement, number, state = self._while_changing(build, ranks)
         replacement.publish()
         self._at(number, state)
+        self._optim = optim
         if writable:
             ranks.agree(lambda: track(tables))
         return self.applied
+
+    def _span(self, entries: Entries) -> tuple[int, int]:
+        return self._newest_base(entries), _last(entries)
 
     def _while_changing(self, work: Callable[[], T], ranks: Ranks) -> T:
         """`_steady` for all ranks together."""
@@ -295,14 +309,14 @@ class IncrementLog:
         def apply() -> list[int] | None:
             numbers = ranks.lead(plan)
             for number in numbers or []:
-                change = Change(self._entry("increment", number), number, tables, ranks)
+                change = Change(self._entry("increment", number), number, tables, ranks, self._optim)
                 change.apply()
                 self._at(number, change.state)
             return numbers
 
         before = self.applied
         if self._while_changing(apply, ranks) is None:
-            self.load(tables, group=ranks)
+            self.load(tables, group=ranks, optim=self._optim)
         return list(range(before + 1, self.applied + 1))
 
     def _news(self, entries: Entries) -> list[int] | None:
@@ -371,9 +385,3 @@ def track(tables: Tables, on: bool = True) -> None:
 
 def _last(entries: Entries) -> int:
     return max([*entries["base"], *entries["increment"]], default=-1)
-
-
-def _span(entries: Entries) -> tuple[int, int]:
-    if not entries["base"]:
-        raise CheckpointError("the log has no base")
-    return max(entries["base"]), _last(entries)

@@ -31,10 +31,6 @@ from embstore.table import Rows
 VERIFY_BYTES = 32 << 20
 
 
-class NotADump(CheckpointError):
-    """The folder holds something else, or nothing."""
-
-
 class DumpTable(Columns):
     """One table of a dump. Arrays are mapped from the files; those of several files are joined."""
 
@@ -191,9 +187,9 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
         if not path.is_dir():
             raise FileNotFoundError(f"path should be the folder of a dump but is: {path}")
         self._tables: dict[str, dict[str, DumpTable]] = {}
-        folders = [path] if _is_collection(path) else sorted(p for p in path.iterdir() if _is_collection(p))
+        folders = collection_folders(path)
         if not folders:
-            raise NotADump(_what_it_is(path))
+            raise CheckpointError(what_it_is(path))
         identities: dict[str, str] = {}
         for folder in folders:
             of = manifest.Manifest.read(folder)
@@ -266,12 +262,18 @@ def _is_collection(path: Path) -> bool:
     return os.path.lexists(path / manifest.NAME) or bool(layouts.stems_in(path))
 
 
+def collection_folders(path: Path) -> list[Path]:
+    """The folders of the collections of a dump; none where there is no dump."""
+    return [path] if _is_collection(path) else sorted(p for p in path.iterdir() if _is_collection(p))
+
+
 def is_log(path: Path) -> bool:
     """Whether a folder holds an increment log."""
     return path.is_dir() and any(re.fullmatch(r"(base|increment)-\d{12}", p.name) for p in path.iterdir())
 
 
-def _what_it_is(path: Path) -> str:
+def what_it_is(path: Path) -> str:
+    """Why a folder cannot be opened as a dump."""
     if is_log(path):
         return f"{path}: is an increment log, not a dump; IncrementLog reads it"
     return f"{path}: is not a dump: it has neither {manifest.NAME} nor files of keys and values"

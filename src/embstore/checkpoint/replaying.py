@@ -17,7 +17,7 @@ from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.log_entries import optim_of
 from embstore.checkpoint.merging import Merged, merge_tables
-from embstore.checkpoint.reading import Dump, is_log, open_dump
+from embstore.checkpoint.reading import Dump, collection_folders, is_log, open_dump, what_it_is
 from embstore.table import Rows
 
 
@@ -100,5 +100,8 @@ class Replay:
 
 
 def open_any(path: Path) -> Replay:
-    """Opens a dump of any layout, or a log. Raises CheckpointError where it is damaged."""
+    """Opens a dump of any layout, or a log. Raises CheckpointError where it is damaged, and ValueError or
+    FileNotFoundError where there is neither."""
+    if path.is_dir() and not is_log(path) and not collection_folders(path):
+        raise ValueError(what_it_is(path))
     return Replay(IncrementLog(path).chain() if is_log(path) else [open_dump(path)])

@@ -114,9 +114,10 @@ class TablesState(Stateful):
             if match:
                 rank = int(match["rank"]), int(match["world"])
                 parts.setdefault(match["table"], {}).setdefault(rank, {})[match["field"]] = tensor.numpy()
+        for label, (_, _, table) in self._tables.items():
+            self._check(label, table, parts.get(label, {}))
         built = [
-            (table, self._build(label, table, parts.get(label, {})))
-            for label, (_, _, table) in self._tables.items()
+            (table, self._build(label, table, parts[label])) for label, (_, _, table) in self._tables.items()
         ]
         for table, twin in built:
             if table.store is None:
@@ -127,7 +128,7 @@ class TablesState(Stateful):
         spec, saved_by = self._described(label, table, parts)
         world = len(parts)
         by = self._owners(label)
-        mine = [self._rows(label, table, parts[rank, world], by) for rank in range(world)]
+        mine = [self._rows(parts[rank, world], by) for rank in range(world)]
         rows = Rows.concatenate(mine)
         if table.store is None:
             table = Table(table.options)
@@ -180,11 +181,15 @@ class TablesState(Stateful):
                 )
         return spec, str(document.get("ownership", ""))
 
-    def _rows(self, label: str, table: Table, part: dict[str, Array], by: Ownership) -> Rows:
+    def _check(self, label: str, table: Table, parts: dict[tuple[int, int], dict[str, Array]]) -> None:
+        self._described(label, table, parts)
         shapes = {"keys": (), "values": (table.dim,), "states": (table.state_width,), "scores": ()}
-        for field, shape in shapes.items():
-            if field not in part or part[field].shape != (len(part["keys"]), *shape):
-                raise CheckpointError(f"{self._saved_in}: {field} of table {label!r} do not fit its keys")
+        for part in parts.values():
+            for field, shape in shapes.items():
+                if field not in part or part[field].shape != (len(part["keys"]), *shape):
+                    raise CheckpointError(f"{self._saved_in}: {field} of table {label!r} do not fit its keys")
+
+    def _rows(self, part: dict[str, Array], by: Ownership) -> Rows:
         mine = owner(part["keys"], self._ranks.world, by) == self._ranks.rank
         return Rows(
             part["keys"][mine],

@@ -29,7 +29,7 @@ from embstore.checkpoint import converting
 from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.ranks import CheckpointError
-from embstore.checkpoint.reading import NotADump, is_log
+from embstore.checkpoint.reading import is_log
 from embstore.checkpoint.replaying import open_any
 from embstore.cli import WRONG_USE, missing_extra
 
@@ -53,9 +53,6 @@ def _refusals() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}", "yellow")
             yield
-    except NotADump as error:
-        _say(f"error: {error}")
-        raise typer.Exit(WRONG_USE) from error
     except CheckpointError as error:
         _say(f"damaged: {error}")
         raise typer.Exit(DAMAGED) from error
