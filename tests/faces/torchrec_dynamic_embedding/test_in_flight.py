@@ -222,6 +222,18 @@ def test_batches_that_the_model_never_sees_do_not_stay(num_prefetch):
         ours.model(first)
 
 
+@pytest.mark.parametrize("num_prefetch", [0, 2])
+def test_a_sample_that_is_kept_does_not_stay(num_prefetch):
+    """Of the same loader, or of one for validation, to be looked at now and then."""
+    ours, loader, _ = wrapped([one(*rows(5 * i)) for i in range(40)], 17, num_prefetch)
+    other = DataLoader(ours.model._id_transformer_group, [one(*rows(500))])
+    kept = [next(iter(loader)), next(iter(other))]
+    assert run(ours, loader) == 40
+    for batch in kept:
+        with pytest.raises(RuntimeError, match=r"the rows of batch \d+ may have been replaced"):
+            ours.model(batch)
+
+
 def copied(kjt):
     return KeyedJaggedTensor(
         keys=kjt.keys(), values=kjt.values().clone(), lengths=kjt.lengths(), weights=kjt.weights_or_none()
