@@ -156,8 +156,12 @@ class InFlight:
 
     def of(self, values: torch.Tensor) -> Batch | None:
         """The batch whose slots these are, released or not."""
+        try:
+            storage = values.untyped_storage()
+        except NotImplementedError:  # a tensor of a tracer has none
+            return None
         with self.changed:
-            found = self._of_storage.get(values.untyped_storage()._cdata)
+            found = self._of_storage.get(storage._cdata)
             return found[1] if found and not found[0].expired() else None
 
     def guess(self, path: str, size: int) -> Batch | None:
@@ -165,6 +169,7 @@ class InFlight:
         with self.changed:
             self._settle_freed()
             waiting = [b for _, b in sorted(self.batches.items()) if b.handed_out and path in b.unseen]
+            waiting = [b for b in waiting if b.is_dropped()] or waiting  # the others may be kept for later
             if self._lossy:
                 raise RuntimeError(
                     "a wrapped model was given a copy of a batch, but the rows of a batch that was dropped "
