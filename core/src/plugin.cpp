@@ -4,10 +4,12 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <numeric>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "argument_check.h"
@@ -47,14 +49,22 @@ Function* Symbol(void* handle, const std::string& path, const char* name,
   return reinterpret_cast<Function*>(symbol);
 }
 
-// A call on its way. The plug-in holds one reference until it completes, the host another until it
-// stops waiting, so a plug-in that is late writes into memory that is still there.
-struct Call {
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+// A call on its way, and all that the plug-in may look at meanwhile. The plug-in holds one
+// reference until it completes, the thread that runs it another until it returns, the host a third
+// until it stops waiting, so a plug-in that is late uses memory that is still there.
+struct PluginCall {
   std::mutex mutex;
-  std::condition_variable completed;
-  bool done = false;
+  std::condition_variable changed;
+  bool completed = false;  // the plug-in said so, or threw
+  bool returned = false;
   std::string error;
 
+  std::string table;
+  int64_t column = 0;
   std::vector<int64_t> ids;
   std::vector<int64_t> tensor_bytes, tensor_begins;
   int64_t row_bytes = 0;
@@ -63,12 +73,20 @@ struct Call {
   std::vector<uint32_t> tensor_ids;
   std::vector<uint64_t> offsets;
 
+  bool WaitUntil(Clock::time_point deadline) {
+    std::unique_lock lock(mutex);
+    return changed.wait_until(lock, deadline, [&] { return completed && returned; });
+  }
+
   void Fail(const std::string& message) {
     const std::lock_guard lock(mutex);
     if (error.empty()) error = message.empty() ? "the plug-in gave no reason" : message;
   }
 };
 
+namespace {
+
+using Call = PluginCall;
 using Reference = std::shared_ptr<Call>;
 
 Call& CallOf(void* context) { return **static_cast<Reference*>(context); }
@@ -98,30 +116,28 @@ void OnComplete(void* context) {
   const std::unique_ptr<Reference> reference(static_cast<Reference*>(context));
   Call& call = **reference;
   const std::lock_guard lock(call.mutex);
-  call.done = true;
-  call.completed.notify_all();
+  call.completed = true;
+  call.changed.notify_all();
 }
 
-// Starts the call and waits for it. `start` gets the context.
-template <typename Start>
-void Run(const Reference& call, double timeout_seconds, const std::string& what,
-         const Start& start) {
-  auto* context = new Reference(call);
+// Runs `function` and returns what it threw, or nothing.
+template <typename Function>
+std::string ErrorOf(const Function& function) {
   try {
-    start(context);
-  } catch (const std::exception& error) {  // thrown instead of completed: the context stays, unused
-    throw InvalidState(what + ": " + error.what());
+    function();
+    return {};
+  } catch (const std::exception& error) {
+    return *error.what() == '\0' ? "an exception without a text" : error.what();
   } catch (...) {
-    throw InvalidState(what + ": the plug-in threw something that is no std::exception");
+    return "something that is no std::exception";
   }
-  std::unique_lock lock(call->mutex);
-  if (!call->completed.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
-                                [&] { return call->done; })) {
-    std::ostringstream message;
-    message << what << ": not completed within " << timeout_seconds << " seconds";
-    throw InvalidState(message.str());
-  }
-  if (!call->error.empty()) throw InvalidState(what + ": " + call->error);
+}
+
+[[noreturn]] void ThrowLate(const std::string& what, double seconds) {
+  std::ostringstream message;
+  message << what << ": not completed within " << seconds
+          << " seconds; the table can be used again when it completes";
+  throw InvalidState(message.str());
 }
 
 }  // namespace
@@ -172,35 +188,77 @@ PluginInstance::PluginInstance(const std::string& type, const std::string& cfg, 
     CheckArgument(found != Libraries().end(), "type", "that of a plug-in that was loaded", type);
     library_ = &found->second;  // nodes of a map stay where they are
   }
-  instance_ = library_->initialize(cfg.c_str());
+  const std::string error = ErrorOf([&] { instance_ = library_->initialize(cfg.c_str()); });
   if (instance_ == nullptr) {
-    throw InvalidState("the plug-in " + library_->path + " refused to open the table " + table_);
+    throw InvalidState("the plug-in " + library_->path + " refused to open the table " + table_ +
+                       (error.empty() ? "" : ": " + error));
   }
 }
 
-PluginInstance::~PluginInstance() { library_->finalize(instance_); }
+PluginInstance::~PluginInstance() {
+  // The plug-in still uses an instance whose call has not completed: it is left to the plug-in.
+  if (call_ != nullptr && !call_->WaitUntil(Clock::now())) return;
+  const std::string error = ErrorOf([&] { library_->finalize(instance_); });
+  if (!error.empty()) {
+    std::fprintf(stderr, "embstore: IO_Finalize of the plug-in %s threw: %s\n",
+                 library_->path.c_str(), error.c_str());
+  }
+}
+
+std::shared_ptr<PluginCall> PluginInstance::NewCall(std::span<const int64_t> ids) const {
+  CheckArgument(ids.size() <= kMostIds, "the number of ids", "below 2^26", ids.size());
+  auto call = std::make_shared<PluginCall>();
+  call->table = table_;
+  call->column = column_;
+  call->ids.assign(ids.begin(), ids.end());
+  call->tensor_bytes = tensor_bytes_;
+  call->row_bytes = row_bytes_;
+  return call;
+}
+
+template <typename Start>
+void PluginInstance::Run(const std::shared_ptr<PluginCall>& call, const std::string& what,
+                         double timeout_seconds, const Start& start) {
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(timeout_seconds));
+  const std::unique_lock lock(mutex_, deadline);
+  if (!lock || (call_ != nullptr && !call_->WaitUntil(deadline))) {
+    ThrowLate(what + ": waiting for an earlier call", timeout_seconds);
+  }
+  call_ = call;
+  // A thread for each call: a plug-in that blocks cannot hold up its caller, and no thread has to
+  // survive a fork.
+  std::thread([call, start] {
+    auto* context = new Reference(call);
+    const std::string error = ErrorOf([&] { start(*call, context); });
+    if (!error.empty()) call->Fail(error);
+    const std::lock_guard guard(call->mutex);
+    call->returned = true;
+    // Thrown instead of completed: the context stays, since the plug-in may have kept it.
+    call->completed |= !error.empty();
+    call->changed.notify_all();
+  }).detach();
+  if (!call->WaitUntil(deadline)) ThrowLate(what, timeout_seconds);
+  if (!call->error.empty()) throw InvalidState(what + ": " + call->error);
+}
 
 void PluginInstance::Pull(std::span<const int64_t> ids, std::byte* rows, uint8_t* found,
                           double timeout_seconds) {
-  CheckArgument(ids.size() <= kMostIds, "the number of ids", "below 2^26", ids.size());
   if (ids.empty()) return;
-  const std::lock_guard lock(mutex_);
-  const auto call = std::make_shared<Call>();
-  call->ids.assign(ids.begin(), ids.end());
-  call->tensor_bytes = tensor_bytes_;
-  call->tensor_begins.resize(tensor_bytes_.size());
+  const auto call = NewCall(ids);
+  const size_t tensors = tensor_bytes_.size();
+  call->tensor_begins.resize(tensors);
   std::exclusive_scan(tensor_bytes_.begin(), tensor_bytes_.end(), call->tensor_begins.begin(),
                       int64_t{0});
-  call->row_bytes = row_bytes_;
   call->rows.resize(ids.size() * static_cast<size_t>(row_bytes_));
-  call->seen.resize(ids.size() * tensor_bytes_.size());
-  Run(call, timeout_seconds, "pull of " + table_, [&](void* context) {
-    library_->pull(instance_, {table_.c_str(), 1, static_cast<uint32_t>(ids.size()), &column_,
-                               call->ids.data(), static_cast<uint32_t>(tensor_bytes_.size()),
-                               context, &OnFetched, &OnComplete});
-  });
+  call->seen.resize(ids.size() * tensors);
+  Run(call, "pull of " + table_, timeout_seconds,
+      [pull = library_->pull, instance = instance_](PluginCall& c, void* context) {
+        pull(instance,
+             {c.table.c_str(), 1, static_cast<uint32_t>(c.ids.size()), &c.column, c.ids.data(),
+              static_cast<uint32_t>(c.tensor_bytes.size()), context, &OnFetched, &OnComplete});
+      });
   std::memcpy(rows, call->rows.data(), call->rows.size());
-  const size_t tensors = tensor_bytes_.size();
   for (size_t i = 0; i < ids.size(); ++i) {
     const uint8_t* seen = call->seen.data() + i * tensors;
     found[i] = std::accumulate(seen, seen + tensors, size_t{0}) == tensors;
@@ -209,11 +267,8 @@ void PluginInstance::Pull(std::span<const int64_t> ids, std::byte* rows, uint8_t
 
 void PluginInstance::Push(std::span<const int64_t> ids, const std::byte* rows,
                           double timeout_seconds) {
-  CheckArgument(ids.size() <= kMostIds, "the number of ids", "below 2^26", ids.size());
   if (ids.empty()) return;
-  const std::lock_guard lock(mutex_);
-  const auto call = std::make_shared<Call>();
-  call->ids.assign(ids.begin(), ids.end());
+  const auto call = NewCall(ids);
   call->rows.assign(rows, rows + ids.size() * static_cast<size_t>(row_bytes_));
   call->tensor_ids.resize(tensor_bytes_.size());
   std::iota(call->tensor_ids.begin(), call->tensor_ids.end(), 0u);
@@ -224,12 +279,13 @@ void PluginInstance::Push(std::span<const int64_t> ids, const std::byte* rows,
       call->offsets.push_back(call->offsets.back() + static_cast<uint64_t>(bytes));
     }
   }
-  Run(call, timeout_seconds, "push of " + table_, [&](void* context) {
-    library_->push(instance_, {table_.c_str(), 1, static_cast<uint32_t>(ids.size()), &column_,
-                               call->ids.data(), static_cast<uint32_t>(tensor_bytes_.size()),
-                               call->tensor_ids.data(), static_cast<uint32_t>(call->offsets.size()),
-                               call->offsets.data(), call->rows.data(), context, &OnComplete});
-  });
+  Run(call, "push of " + table_, timeout_seconds,
+      [push = library_->push, instance = instance_](PluginCall& c, void* context) {
+        push(instance, {c.table.c_str(), 1, static_cast<uint32_t>(c.ids.size()), &c.column,
+                        c.ids.data(), static_cast<uint32_t>(c.tensor_ids.size()),
+                        c.tensor_ids.data(), static_cast<uint32_t>(c.offsets.size()),
+                        c.offsets.data(), c.rows.data(), context, &OnComplete});
+      });
 }
 
 }  // namespace embstore

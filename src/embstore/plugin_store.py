@@ -7,6 +7,7 @@ open_store("my-ps://host:99", table="emb.user", tensor_bytes=[256])
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from embstore import _core
 from embstore.arrays import address
 from embstore.stores import FoundArray, KeyArray, RowArray, ScoreArray, Store
 
+BUILT_IN = ("memory", "ssd", "redis", "rediss")  # schemes of stores that need no plug-in
 TIMEOUT_SECONDS = 60.0  # for one call to complete
 
 
@@ -24,11 +26,19 @@ def include_dir() -> str:
     return str(Path(_core.__file__).parent / "include")
 
 
-def load_plugin(path: str) -> str:
-    """Loads the library for the rest of the process and returns its type, which is the scheme of its URLs."""
-    kind, is_new = _core.load_plugin(path)
+def load_plugin(path: str | os.PathLike[str]) -> str:
+    """Loads the library for the rest of the process and returns its type, which is the scheme of its URLs.
+
+    `path` is a file, also one of the current folder, or a name that the dynamic linker finds. A plug-in may
+    take over a built-in scheme such as memory:// or redis://.
+    """
+    path = os.fspath(path)
+    kind, is_new = _core.load_plugin(os.path.abspath(path) if os.path.exists(path) else path)
+    log = logging.getLogger(__name__)
     if not is_new:
-        logging.getLogger(__name__).warning("%s: the type %s is there already, and stays", path, kind)
+        log.warning("%s: a plug-in of the type %s is loaded already and stays in use", path, kind)
+    elif kind in BUILT_IN:
+        log.warning("%s: this plug-in opens %s:// from now on, instead of the built-in store", path, kind)
     return kind
 
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from embstore import _core
 from embstore.arrays import address
 from embstore.extras import missing
+from embstore.redis_answers import Answers
+from embstore.redis_deadline import limited
 from embstore.redis_rows import RowBatch
 from embstore.redis_url import RedisUrl
 
@@ -40,8 +43,11 @@ class Connection(Protocol):
     def call(self, *command: str | bytes | int) -> Any: ...
     def get_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None: ...
     def set_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None: ...
+    def lengths(self, names: Sequence[str]) -> list[int]: ...
     def delete_many(self, chunks: Iterable[list[str]]) -> None: ...
-    def scan_keys(self, pattern: str, count: int) -> Iterator[list[bytes]]: ...
+    def nodes(self) -> list[Any]: ...
+    def key_count(self, node: Any) -> int: ...
+    def scan(self, node: Any, cursor: int, pattern: str, count: int) -> tuple[int, list[bytes]]: ...
 
 
 class RedisServer:
@@ -83,22 +89,37 @@ class RedisServer:
         """The redis-py client; made when first used, since that of a cluster asks its nodes at once."""
         if self._client is not None:
             return self._client
-        redis, options = self._redis, self._options
-        tls: dict[str, Any] = {"ssl": True} if options.tls else {}
+        redis, options, common = self._redis, self._options, self._common
+        kind = limited(redis.SSLConnection if options.tls else redis.Connection)
         if options.cluster:
             nodes = [redis.cluster.ClusterNode(host, port) for host, port in options.hosts]
-            self._client = redis.RedisCluster(startup_nodes=nodes, **self._common, **tls)
+            (host, port), *_ = options.hosts
+            # With a URL, nodes make pools of their own, to which a class of connections can be given.
+            url = f"redis://{f'[{host}]' if ':' in host else host}:{port}"
+            self._client = redis.RedisCluster(url=url, startup_nodes=nodes, connection_class=kind, **common)
         elif options.sentinel is not None:
-            sentinels = redis.Sentinel(options.hosts, sentinel_kwargs=self._sentinel_options())
-            self._client = sentinels.master_for(options.sentinel, db=options.db, **self._common, **tls)
+            tls = {"ssl": True} if options.tls else {}
+            sentinels = redis.Sentinel(options.hosts, sentinel_kwargs={**self._of_sentinels(), **tls})
+            for sentinel in sentinels.sentinels:
+                sentinel.connection_pool.connection_class = kind
+            managed = redis.sentinel
+            kind = managed.SentinelManagedSSLConnection if options.tls else managed.SentinelManagedConnection
+            self._client = sentinels.master_for(
+                options.sentinel, db=options.db, connection_class=limited(kind), **common
+            )
         else:
             host, port = options.hosts[0]
-            self._client = redis.Redis(host=host, port=port, db=options.db, **self._common, **tls)
+            pool = redis.ConnectionPool(host=host, port=port, db=options.db, connection_class=kind, **common)
+            self._client = redis.Redis(connection_pool=pool)
         return self._client
 
-    def _sentinel_options(self) -> dict[str, Any]:
-        names = ("socket_timeout", "socket_connect_timeout", "retry", "protocol")
-        return {name: self._common[name] for name in names}
+    def _of_sentinels(self) -> dict[str, Any]:
+        """What Sentinels are asked with: TLS as the servers, and a password of their own."""
+        options = {k: v for k, v in self._common.items() if k != "health_check_interval"}
+        return options | {
+            "username": self._options.sentinel_user,
+            "password": self._options.sentinel_password,
+        }
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -153,10 +174,11 @@ class _PlainConnection:
     def __init__(self, connection: Any, pack: Pack) -> None:
         self._connection = connection
         self._pack = pack
+        self._answers = Answers(lambda: connection._sock, connection._parser.parse_error)
 
     def call(self, *command: str | bytes | int) -> Any:
         self._send(command)
-        return self._connection.read_response()
+        return self._answers.next()
 
     def _send(self, command: tuple[str | bytes | int, ...]) -> None:
         self._connection.send_packed_command([self._pack(command)])
@@ -168,9 +190,9 @@ class _PlainConnection:
             self._send(command)
             waiting.append(tag)
             if len(waiting) >= ON_THE_WAY:
-                yield waiting.popleft(), self._connection.read_response()
+                yield waiting.popleft(), self._answers.next()
         while waiting:
-            yield waiting.popleft(), self._connection.read_response()
+            yield waiting.popleft(), self._answers.next()
 
     def _move(self, codec: _core.RedisRows, chunks: Sequence[range], command: Command) -> None:
         """Sends a command for every chunk and takes the answers."""
@@ -198,9 +220,10 @@ class _PlainConnection:
         self._move(codec, chunks, codec.mget)
         # MGET also has nothing for a key that holds a list or a hash, which would pass for a new id.
         absent = (names for chunk in chunks if (names := batch.absent_names(chunk)))
-        for names, count in self._stream((names, ("EXISTS", *names)) for names in absent):
-            if count:
-                self._complain_about_types(names)
+        answers = self._stream((names, ("EXISTS", *names)) for names in absent)
+        # All answers are taken before a question is asked about one of them.
+        for names in [names for names, count in answers if count != 0]:
+            self._complain_about_types(names)
 
     def set_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None:
         codec = batch.codec()
@@ -208,22 +231,54 @@ class _PlainConnection:
 
     def _complain_about_types(self, names: list[str]) -> None:
         for name in names:
-            kind = self.call("TYPE", name).decode()
-            if kind not in ("none", "string"):
-                raise RuntimeError(f"{name} should hold a string but holds a: {kind}")
+            kind = self.call("TYPE", name)
+            if kind not in (b"none", b"string"):
+                shown = kind.decode(errors="replace") if isinstance(kind, bytes) else repr(kind)
+                raise RuntimeError(f"{name} should hold a string but holds a: {shown}")
 
     def delete_many(self, chunks: Iterable[list[str]]) -> None:
-        for _ in self._stream((None, ("DEL", *names)) for names in chunks):
-            pass
+        for _, answer in self._stream((None, ("DEL", *names)) for names in chunks):
+            _number("DEL", answer)
 
-    def scan_keys(self, pattern: str, count: int) -> Iterator[list[bytes]]:
-        cursor: Any = b"0"
-        blocks = []
-        while True:
-            cursor, names = self.call("SCAN", cursor, "MATCH", pattern, "COUNT", count)
-            blocks.append(names)
-            if cursor in (b"0", 0):
-                return iter(blocks)
+    def lengths(self, names: Sequence[str]) -> list[int]:
+        self._connection.send_packed_command([b"".join(self._pack(("STRLEN", name)) for name in names)])
+        return [_length(name, self._answers.next) for name in names]
+
+    def nodes(self) -> list[Any]:
+        return [None]
+
+    def key_count(self, node: Any) -> int:
+        return _number("DBSIZE", self.call("DBSIZE"))
+
+    def scan(self, node: Any, cursor: int, pattern: str, count: int) -> tuple[int, list[bytes]]:
+        return _block(self.call("SCAN", cursor, "MATCH", pattern, "COUNT", count))
+
+
+def _length(name: str, answer: Callable[[], Any]) -> int:
+    """Of the value of a key, 0 where there is none."""
+    try:
+        return _number("STRLEN", answer())
+    except Exception as error:
+        if "wrong kind" in str(error) or "WRONGTYPE" in str(error):
+            raise RuntimeError(f"{name} should hold a string: {error}") from None
+        raise
+
+
+def _number(command: str, answer: Any) -> int:
+    if not isinstance(answer, int) or answer < 0:
+        raise RuntimeError(f"the answer to {command} should be a number but is: {repr(answer)[:40]}")
+    return answer
+
+
+def _block(answer: Any) -> tuple[int, list[bytes]]:
+    """Cursor and names of an answer to SCAN."""
+    try:
+        cursor, names = answer
+        if all(isinstance(name, bytes) for name in names):
+            return int(cursor), list(names)
+    except (TypeError, ValueError):
+        pass
+    raise RuntimeError(f"the answer to SCAN should be a cursor and names but is: {repr(answer)[:40]}")
 
 
 class _ClusterConnection:
@@ -252,5 +307,27 @@ class _ClusterConnection:
         for names in chunks:
             self._pipeline(("DEL", name) for name in names)
 
-    def scan_keys(self, pattern: str, count: int) -> Iterator[list[bytes]]:
-        return iter([list(self._client.scan_iter(match=pattern, count=count, target_nodes="primaries"))])
+    def lengths(self, names: Sequence[str]) -> list[int]:
+        pipeline = self._client.pipeline()
+        for name in names:
+            pipeline.execute_command("STRLEN", name)
+        answers = pipeline.execute(raise_on_error=False)
+        return [_length(name, partial(_raised, answer)) for name, answer in zip(names, answers)]
+
+    def nodes(self) -> list[Any]:
+        return list(self._client.get_primaries())
+
+    def key_count(self, node: Any) -> int:
+        return _number("DBSIZE", self._client.execute_command("DBSIZE", target_nodes=node))
+
+    def scan(self, node: Any, cursor: int, pattern: str, count: int) -> tuple[int, list[bytes]]:
+        command = ("SCAN", cursor, "MATCH", pattern, "COUNT", count)
+        cursors, names = self._client.execute_command(*command, target_nodes=node)  # by node
+        [after] = cursors.values()
+        return _block((after, names))
+
+
+def _raised(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

@@ -7,13 +7,15 @@ packed      head + id + "_cid_0"                                        the row 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from embstore import _core
 from embstore.arrays import address
 from embstore.stores import FoundArray, KeyArray, RowArray, ScoreArray
+
+SCORE_BYTES = 8
 
 Value = list[tuple[int, int, int]]  # its pieces: address in row 0, bytes from row to row, bytes
 
@@ -25,10 +27,21 @@ class Layout:
         self.head, self.packed = head, packed
         self.tensor_bytes = list(tensor_bytes)
         self.tails = [tail] if packed else [f"{tail}_osid_{k}" for k in range(len(tensor_bytes))]
+        self.value_bytes = [sum(tensor_bytes) + SCORE_BYTES] if packed else self.tensor_bytes
 
     def names(self, ids: KeyArray) -> list[str]:
         """The names of all values of these ids, id after id."""
         return [f"{self.head}{i}{tail}" for i in ids.tolist() for tail in self.tails]
+
+    def complete(self, ids: KeyArray, lengths: Callable[[Sequence[str]], list[int]]) -> FoundArray:
+        """Which ids have all of their values. `lengths` tells those of names, 0 for what is not there."""
+        names = self.names(ids)
+        found = lengths(names)
+        for name, length, wanted in zip(names, found, itertools.cycle(self.value_bytes)):
+            if length not in (0, wanted):
+                raise RuntimeError(f"{name} should have {wanted} bytes but has: {length}")
+        complete: FoundArray = np.array(found, bool).reshape(len(ids), -1).min(axis=1)
+        return complete
 
 
 class RowBatch:

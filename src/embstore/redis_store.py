@@ -23,6 +23,7 @@ import numpy as np
 
 from embstore import _core
 from embstore.redis_connection import Connection, RedisServer, TemporaryError
+from embstore.redis_deadline import call_limits
 from embstore.redis_rows import Layout, RowBatch
 from embstore.redis_url import LAYOUTS, SCHEMES, parse_redis_url
 from embstore.stores import FoundArray, KeyArray, RowArray, ScoreArray, Store
@@ -30,6 +31,8 @@ from embstore.stores import FoundArray, KeyArray, RowArray, ScoreArray, Store
 __all__ = ["SCHEMES", "RedisStore"]
 
 SCAN_ROWS = 4096
+FEW_BLOCKS = 64
+CALL_BYTES = 16 << 20  # of rows that move within one timeout
 FIRST_PAUSE_SECONDS = 0.02
 
 
@@ -93,7 +96,15 @@ class RedisStore(Store):
         self._in_chunks(len(keys), lambda c, ranges: c.set_rows(batch, ranges))
 
     def contains(self, keys: KeyArray) -> FoundArray:
-        return self.get(keys)[2]
+        keys = np.ascontiguousarray(keys, np.int64)
+        found = np.zeros(len(keys), bool)
+
+        def work(connection: Connection, ranges: Sequence[range]) -> None:
+            for r in ranges:
+                found[r.start : r.stop] = self._layout.complete(keys[r.start : r.stop], connection.lengths)
+
+        self._in_chunks(len(keys), work)
+        return found
 
     def erase(self, keys: KeyArray) -> None:
         def work(connection: Connection, ranges: Sequence[range]) -> None:
@@ -102,23 +113,37 @@ class RedisStore(Store):
         self._in_chunks(len(keys), work)
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
-        pattern = _glob_escape(self._head) + "*" + _glob_escape(self._tails[0])
-        head, tail = self._head.encode(), self._tails[0].encode()
-        seen: set[int] = set()  # SCAN may show a key twice
-        for names in self._retry(lambda c: c.scan_keys(pattern, SCAN_ROWS)):
-            ids = {
-                int(n[len(head) : len(n) - len(tail)])
-                for n in names
-                if _is_id(n[len(head) : len(n) - len(tail)])
-            }
-            keys = np.array(sorted(ids - seen), np.int64)
-            seen |= ids
+        for keys in self._scan_ids():
             rows, scores, found = self.get(keys)
             if found.any():
                 yield keys[found], np.ascontiguousarray(rows[found]), np.ascontiguousarray(scores[found])
 
+    def scan_keys(self) -> Iterator[KeyArray]:
+        for keys in self._scan_ids():
+            # An id of several tensors counts only when all of them are there.
+            yield keys if len(self._tails) == 1 else keys[self.contains(keys)]
+
+    def _scan_ids(self) -> Iterator[KeyArray]:
+        """The ids whose first tensor is there, each once."""
+        seen: set[int] = set()  # SCAN may show a key twice
+        for ids in self._blocks_of_ids():
+            yield np.array(sorted(ids - seen), np.int64)
+            seen |= ids
+
+    def _blocks_of_ids(self) -> Iterator[set[int]]:
+        """The ids whose first tensor is there, as SCAN brings them. Other keys that match are not ours."""
+        pattern = _glob_escape(self._head) + "*" + _glob_escape(self._tails[0])
+        head, tail = self._head.encode(), self._tails[0].encode()
+        for names in self._blocks_of_names(pattern):
+            middles = (n[len(head) : len(n) - len(tail)] for n in names)
+            yield {int(middle) for middle in middles if _is_id(middle)}
+
     def __len__(self) -> int:
-        return sum(len(keys) for keys, _, _ in self.scan())
+        return sum(len(keys) for keys in self.scan_keys())
+
+    def clear(self) -> None:
+        for ids in self._blocks_of_ids():
+            self.erase(np.array(sorted(ids), np.int64))
 
     # ---- how they travel
 
@@ -128,16 +153,50 @@ class RedisStore(Store):
         chunks = [range(first, min(first + step, n)) for first in range(0, n, step)]
         if not chunks:
             return
+        most = max(1, CALL_BYTES // (step * self.row_bytes))  # chunks of one call, which has one deadline
+
+        def do(lane: Sequence[range]) -> None:
+            for begin in range(0, len(lane), most):
+                self._retry(_with_ranges(work, lane[begin : begin + most]))
+
         if self._pool is None or len(chunks) == 1:
-            self._retry(lambda c: work(c, chunks))
+            do(chunks)
             return
         lanes = [chunks[lane :: self._options.num_threads] for lane in range(self._options.num_threads)]
-        pool = self._pool
-        futures = [pool.submit(self._retry, _with_ranges(work, lane)) for lane in lanes if lane]
+        futures = [self._pool.submit(do, lane) for lane in lanes if lane]
         errors = [future.exception() for future in futures]
         for error in errors:
             if error is not None:
                 raise error
+
+    def _blocks_of_names(self, pattern: str) -> Iterator[list[bytes]]:
+        """What SCAN finds, block by block. A cursor is of one server process, so a scan that loses its
+        connection begins again, and all of it is shown once more."""
+        options = self._options
+        for node in self._retry(lambda c: c.nodes()):
+            for attempt in itertools.count(1):
+                try:
+                    with self._server.connection() as connection:
+                        yield from self._scan_node(connection, node, pattern)
+                    break
+                except TemporaryError as error:
+                    if attempt >= options.retry_limit:
+                        raise ConnectionError(f"{options.where}: {error} (tried {attempt} times)") from None
+                time.sleep(FIRST_PAUSE_SECONDS * attempt)
+
+    def _scan_node(self, connection: Connection, node: Any, pattern: str) -> Iterator[list[bytes]]:
+        cursor, blocks, most = 0, 0, 0
+        while True:
+            with call_limits(self._options.timeout):
+                if blocks >= most:  # a block has about SCAN_ROWS of the keys, however many of them match
+                    most = FEW_BLOCKS + 8 * connection.key_count(node) // SCAN_ROWS
+                    if blocks >= most:
+                        raise RuntimeError(f"{self._options.where}: SCAN has not ended after {blocks} blocks")
+                cursor, names = connection.scan(node, cursor, pattern, SCAN_ROWS)
+            yield names
+            blocks += 1
+            if cursor == 0:
+                return
 
     def _retry(self, work: Callable[[Connection], Any], opening: bool = False) -> Any:
         """Does it until it works. A server that does not answer is tried retry_limit times, one that refuses
@@ -148,7 +207,7 @@ class RedisStore(Store):
         misses = 0
         for attempt in itertools.count(1):
             try:
-                with self._server.connection() as connection:
+                with call_limits(options.timeout), self._server.connection() as connection:
                     return work(connection)
             except TemporaryError as error:
                 now = time.monotonic()
@@ -171,4 +230,8 @@ def _glob_escape(text: str) -> str:
 
 
 def _is_id(text: bytes) -> bool:
-    return text.lstrip(b"-").isdigit()
+    """Whether this is an int64 as we write it."""
+    if not text.lstrip(b"-").isdigit() or len(text) > 20 or text.count(b"-") > 1:
+        return False
+    number = int(text)
+    return -(2**63) <= number < 2**63 and b"%d" % number == text

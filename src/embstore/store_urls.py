@@ -3,7 +3,7 @@
 memory://NAME              one set of tables for each name, in this process
 ssd:///path                files below a directory, for one process at a time; the next finds what was flushed
 redis://host:6379/?…       see embstore.redis_store
-TYPE://…                   what a plug-in of that type makes of it
+TYPE://…                   what a plug-in of that type makes of it, also where the type is one of the above
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from urllib.parse import quote, unquote
 
 from embstore import _core
 from embstore.options import TableOptions
-from embstore.plugin_store import PluginStore
+from embstore.plugin_store import BUILT_IN, PluginStore
 from embstore.redis_store import SCHEMES, RedisStore
 from embstore.stores import MemoryStore, SsdStore, Store, TieredStore, row_bytes
 
 LOCAL = ("memory", "ssd")  # of one process: whoever opens the same table in it gets the same store
+assert set(BUILT_IN) == {*LOCAL, *SCHEMES}
 
 _FLUSHED = "flushed"
 _OLDER = re.compile(r"saved-[0-9]+")  # what `flush` made before there was one name
@@ -33,15 +34,21 @@ def _split(url: str) -> tuple[str, str]:
     scheme, separator, rest = url.partition("://")
     if not separator:
         raise ValueError("url should be scheme://… but has no scheme")
-    known = [*LOCAL, *SCHEMES, *_core.plugin_types()]
+    known = list(dict.fromkeys([*BUILT_IN, *_core.plugin_types()]))
     if scheme not in known:
-        raise ValueError(f"the scheme of url should be one of {known} but is: {scheme}")
+        shown = scheme if re.fullmatch(r"[\w.+-]+", scheme) else "something with other characters"
+        raise ValueError(f"the scheme of url should be one of {known} but is: {shown}")
     return scheme, rest
 
 
 def is_shared(url: str) -> bool:
     """Whether all processes that open this URL meet the same rows."""
-    return _split(url)[0] not in LOCAL
+    scheme = _split(url)[0]
+    return scheme not in LOCAL or _has_plugin(scheme)
+
+
+def _has_plugin(scheme: str) -> bool:
+    return scheme in _core.plugin_types()
 
 
 def open_store(
@@ -57,10 +64,10 @@ def open_store(
     True
     """
     scheme, rest = _split(url)
+    if _has_plugin(scheme):
+        return PluginStore(scheme, rest, table, tensor_bytes, column)
     if scheme in SCHEMES:
         return RedisStore(url, table=table, tensor_bytes=tensor_bytes, column=column, layout=layout)
-    if scheme not in LOCAL:
-        return PluginStore(scheme, rest, table, tensor_bytes, column)
     size = sum(tensor_bytes)
     with _opened_lock:
         store = _opened.get((url, table, column))
@@ -104,6 +111,8 @@ def tiers(*urls: str, upper_rows: int) -> Callable[[TableOptions, int], Store]:
 
 
 def _upper(url: str, scheme: str, table: str, size: int) -> Store:
+    if _has_plugin(scheme):
+        raise ValueError(f"an upper tier should be a built-in store but {scheme}:// is that of a plug-in")
     if scheme == "memory":
         return MemoryStore(size)
     if scheme == "ssd":

@@ -8,7 +8,7 @@ becomes of a batch that never gets to the end of this line:
     evaluated              its forward pass trains it: in eval mode, or without gradients
     no backward            it is trained when the autograd graph is freed
     dropped by the caller  it is spared: its rows go last, since a copy (on a GPU, say) may still come
-    passed over            it is spared once a later batch of the same iterator was trained
+    passed over            it is spared once a later batch was trained
 
 Using a batch whose rows were replaced raises; it never reads or trains other rows.
 """
@@ -33,7 +33,6 @@ class Feed:
     """One iterator, as far as its batches are concerned."""
 
     ended: bool = False  # it hands out no more
-    last_trained: int = -1
 
 
 @dataclass(eq=False)
@@ -58,10 +57,6 @@ class Batch:
 
     def is_dropped(self) -> bool:
         return self.handed_out and not self.uses and all(s.expired() for s in self.storages)
-
-    def is_spared(self) -> bool:
-        """Whether its rows may be replaced when there is no other room."""
-        return self.handed_out and (self.is_dropped() or self.feed.last_trained > self.time)
 
 
 class Use:
@@ -97,6 +92,7 @@ class InFlight:
         self._offered = 0  # an exchange that has not ended may replace rows of batches before this one
         self._replaced = 0  # rows of batches before this one may have been replaced
         self._lossy: set[Feed] = set()  # rows of a batch that was dropped untrained were replaced
+        self._last_trained = -1
         self._used_again: int | None = None
         self._trainer: int | None = None  # the thread of the last forward pass
         self._progress = clock.monotonic()
@@ -160,8 +156,12 @@ class InFlight:
 
     def of(self, values: torch.Tensor) -> Batch | None:
         """The batch whose slots these are, released or not."""
+        try:
+            storage = values.untyped_storage()
+        except NotImplementedError:  # a tensor of a tracer has none
+            return None
         with self.changed:
-            found = self._of_storage.get(values.untyped_storage()._cdata)
+            found = self._of_storage.get(storage._cdata)
             return found[1] if found and not found[0].expired() else None
 
     def guess(self, path: str, size: int) -> Batch | None:
@@ -169,6 +169,7 @@ class InFlight:
         with self.changed:
             self._settle_freed()
             waiting = [b for _, b in sorted(self.batches.items()) if b.handed_out and path in b.unseen]
+            waiting = [b for b in waiting if b.is_dropped()] or waiting  # the others may be kept for later
             if self._lossy:
                 raise RuntimeError(
                     "a wrapped model was given a copy of a batch, but the rows of a batch that was dropped "
@@ -203,7 +204,7 @@ class InFlight:
         with self.changed:
             batch.uses -= 1
             if not batch.unseen:
-                batch.feed.last_trained = max(batch.feed.last_trained, batch.time)
+                self._last_trained = max(self._last_trained, batch.time)
             if batch.trained and batch.feed.ended:
                 self.remove([batch.time])
             self._progress = clock.monotonic()
@@ -252,11 +253,15 @@ class InFlight:
             with self.changed:
                 self._offered = 0
 
+    def _is_spared(self, batch: Batch) -> bool:
+        """Whether its rows may be replaced when there is no other room."""
+        return batch.handed_out and (batch.is_dropped() or batch.time < self._last_trained)
+
     def replacing(self, frontier: int) -> None:
         """Rows last used by batches before `frontier` are about to be replaced."""
         with self.changed:
             old = [batch for time, batch in self.batches.items() if time < frontier]
-            if any(not batch.is_spared() for batch in old):
+            if any(not self._is_spared(batch) for batch in old):
                 raise RuntimeError("a batch that was dropped came back into use as its rows were replaced")
             self._replaced = max(self._replaced, frontier)
             self._lossy.update(batch.feed for batch in old if batch.is_dropped())
@@ -266,7 +271,9 @@ class InFlight:
         """As `offer`, without a promise."""
         with self.changed:
             self._release(lambda batch: batch.is_dropped() and batch.seen)
-            pinned = min((t for t, batch in self.batches.items() if not batch.is_spared()), default=default)
+            pinned = min(
+                (t for t, batch in self.batches.items() if not self._is_spared(batch)), default=default
+            )
             return min(self.batches, default=default), pinned
 
     def take_used_again(self, default: int) -> int:

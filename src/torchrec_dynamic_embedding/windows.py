@@ -30,6 +30,7 @@ from .in_flight import Feed, InFlight
 from .ps import PS, Initial, Pairs
 
 Ids = npt.NDArray[np.int64]
+NO_PAIRS: Pairs = np.empty((0, 2), np.int64)
 POLL_SECONDS = 0.05
 BATCH, END, FAILED, STOPPED = range(4)  # what a rank brings to an exchange
 
@@ -127,10 +128,11 @@ class Windows:
                     slots = [window.map.find(keys, time) for window, keys in zip(self.tables, everybody)]
                 # What follows depends on the maps and on the headers alone, so all ranks do the same.
                 frontiers, is_stuck, spare = headers[:, 1], headers[:, 3] != 0, True
-                short = self._make_room(int(frontiers.min()))
-                if short is not None and (is_stuck & (frontiers == frontiers.min())).any():
+                oldest = int(frontiers.min())
+                short = self._make_room(oldest, oldest)
+                if short is not None and (is_stuck & (frontiers == oldest)).any():
                     frontiers, spare = headers[:, 2], False
-                    short = self._make_room(int(frontiers.min()))
+                    short = self._make_room(oldest, int(frontiers.min()))
                 frontier = int(frontiers.min())
                 if short is None:
                     self._admit()
@@ -186,28 +188,49 @@ class Windows:
         split = [np.split(part, np.cumsum(size)[:-1]) for part, size in zip(parts, sizes)]
         return [np.concatenate([part[t] for part in split]) for t in range(len(self.tables))]
 
-    def _make_room(self, frontier: int) -> Shortage | None:
-        """Pushes and drops what is needed for the missing ids, or returns which table lacks room for now."""
+    def _make_room(self, oldest: int, most: int) -> Shortage | None:
+        """Pushes and drops what is needed for the missing ids, or returns which table lacks room for now.
+
+        Rows go that were last used before batch `oldest`. If these were too few before, `most` is later, and
+        those of the next batches go as well, of as few as it takes.
+        """
         needs = [window.map.missing - window.map.free_slots for window in self.tables]
         if max(needs, default=0) <= 0:
             return None
-        victims = [
-            window.map.victims(need, frontier if window.ps else 0) if need > 0 else np.empty((0, 2), np.int64)
-            for window, need in zip(self.tables, needs)
-        ]
-        for window, need, pairs in zip(self.tables, needs, victims):
-            if len(pairs) < need:
-                return Shortage(window, need, len(pairs))
+
+        def victims(frontier: int) -> list[Pairs]:
+            return [
+                window.map.victims(need, frontier if window.ps else 0) if need > 0 else NO_PAIRS
+                for window, need in zip(self.tables, needs)
+            ]
+
+        def fits(pairs: Sequence[Pairs]) -> bool:
+            return all(len(p) >= need for p, need in zip(pairs, needs))
+
+        too_few, frontier = min(oldest, most - 1), most
+        while frontier - too_few > 1:
+            middle = (too_few + frontier) // 2
+            if fits(victims(middle)):
+                frontier = middle
+            else:
+                too_few = middle
+        chosen = victims(frontier)
+        if not fits(chosen):
+            return next(
+                Shortage(window, need, len(pairs))
+                for window, need, pairs in zip(self.tables, needs, chosen)
+                if len(pairs) < need
+            )
         error: BaseException | None = None
         try:
             self.in_flight.replacing(frontier)
             with self._lock:
-                self._each(lambda window, pairs: window.ps and window.ps.push(pairs), victims)
+                self._each(lambda window, pairs: window.ps and window.ps.push(pairs), chosen)
         except BaseException as failure:
             error = failure
         self.peers.share(error)
         with self._lock:
-            for window, pairs in zip(self.tables, victims):
+            for window, pairs in zip(self.tables, chosen):
                 if len(pairs):
                     window.map.drop()
         return None

@@ -1,13 +1,18 @@
 """Parameter server plug-ins, compiled against the header that is installed."""
 
+import gc
 import logging
 import os
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import torchrec_dynamic_embedding.register_io  # noqa: F401 - torch.ops.tde
 from embstore import plugin_store
 from embstore.plugin_store import include_dir, load_plugin
 from embstore.store_urls import open_store
@@ -91,6 +96,45 @@ def test_a_plugin_that_misbehaves_is_an_exception(mood, text, monkeypatch):
         store.get(ids(8))
 
 
+@pytest.mark.parametrize("mood", ["blocks", "late"])
+def test_a_late_call_raises_in_time_and_no_other_runs_beside_it(mood, monkeypatch):
+    """The plug-in takes 0.7 s for its first pull, and throws when two calls run at a time."""
+    store = open_store(f"odd://{mood}", table="t", tensor_bytes=SIZES)
+    keys = ids(8, -1)
+    rows = rows_of(keys)
+    store.put(keys, rows, np.ones(2, np.uint64))
+    monkeypatch.setattr(plugin_store, "TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(RuntimeError, match="pull of t: not completed within 0.1 seconds"):
+        store.get(keys)
+    for call in (lambda: store.get(keys), lambda: store.put(keys, rows, np.ones(2, np.uint64))):
+        with pytest.raises(RuntimeError, match="waiting for an earlier call: not completed within 0.1"):
+            call()
+    monkeypatch.setattr(plugin_store, "TIMEOUT_SECONDS", 60.0)
+    found_rows, _, found = store.get(keys)
+    assert found.all()
+    np.testing.assert_array_equal(found_rows, rows)
+
+
+def test_a_store_may_be_dropped_while_a_call_is_late(monkeypatch):
+    monkeypatch.setattr(plugin_store, "TIMEOUT_SECONDS", 0.05)
+    for mood in ("blocks", "late", "silent"):
+        store = open_store(f"odd://{mood}", table="t", tensor_bytes=SIZES)
+        with pytest.raises(RuntimeError, match="not completed"):
+            store.get(ids(1))
+        del store
+    time.sleep(0.8)  # the late answers arrive
+
+
+def test_exceptions_of_the_plugin_end_no_process(capfd):
+    with pytest.raises(RuntimeError, match="refused to open the table t: no such place"):
+        open_store("odd://throws at the start", table="t", tensor_bytes=SIZES)
+    store = open_store("odd://throws at the end", table="t", tensor_bytes=SIZES)
+    store.put(ids(1), rows_of(ids(1)), np.ones(1, np.uint64))
+    del store
+    gc.collect()
+    assert "odd.so threw: the door is stuck" in capfd.readouterr().err
+
+
 def test_errors_of_the_optional_channel_reach_the_caller():
     store = open_store("example://a", table="full", tensor_bytes=SIZES)
     with pytest.raises(RuntimeError, match="push of full: no room for this table"):
@@ -106,7 +150,7 @@ def test_the_first_plugin_of_a_type_stays(plugins, caplog):
     path = compiled(ROOT / "tests/stores/odd_plugin.cpp", plugins / "twice.so")
     with caplog.at_level(logging.WARNING):
         assert load_plugin(path) == "odd"
-    assert "the type odd is there already" in caplog.text
+    assert "a plug-in of the type odd is loaded already" in caplog.text
 
 
 def test_what_cannot_be_loaded_is_named(plugins):
@@ -115,3 +159,44 @@ def test_what_cannot_be_loaded_is_named(plugins):
     path = compiled(ROOT / "tests/stores/odd_plugin.cpp", plugins / "less.so", "-DWITHOUT_FETCH")
     with pytest.raises(ValueError, match="should export IO_Pull but does not"):
         load_plugin(path)
+
+
+def test_a_file_of_the_current_folder_is_found(plugins, monkeypatch):
+    compiled(ROOT / "tests/stores/odd_plugin.cpp", plugins / "here.so", '-DTYPE="odd-here"')
+    monkeypatch.chdir(plugins)
+    torch.ops.tde.register_io("here.so")
+    open_store("odd-here://a", table="t", tensor_bytes=SIZES)
+
+
+TAKES_OVER = """
+import logging, sys
+import numpy as np
+from embstore.plugin_store import PluginStore, load_plugin
+from embstore.store_urls import is_shared, open_store, tiers
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+scheme, path = sys.argv[1:]
+url = {"memory": "memory://x", "redis": "redis://127.0.0.1:1/", "ssd": "ssd:///x"}[scheme]
+load_plugin(path)
+load_plugin(path)
+store = open_store(url, table="t", tensor_bytes=[8])
+assert type(store) is PluginStore and is_shared(url), store
+store.put(np.array([5]), np.full((1, 8), 7, np.uint8), np.ones(1, np.uint64))
+assert store.get(np.array([5]))[0].tolist() == [[7] * 8]
+try:
+    from embstore import TableOptions
+    tiers(url, url, upper_rows=9)(TableOptions(name="t", dim=2), 0)
+except ValueError as error:
+    print("TIERS", error)
+"""
+
+
+@pytest.mark.parametrize("scheme", ["memory", "redis", "ssd"])
+def test_a_plugin_takes_over_a_built_in_scheme_and_says_so(scheme, plugins):
+    path = compiled(ROOT / "tests/stores/odd_plugin.cpp", plugins / f"{scheme}.so", f'-DTYPE="{scheme}"')
+    command = [sys.executable, "-c", TAKES_OVER, scheme, path]  # a process of its own: it is for good
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "from now on" in line]
+    assert len(said) == 1 and f"opens {scheme}://" in said[0]
+    assert "TIERS an upper tier should be a built-in store" in done.stdout

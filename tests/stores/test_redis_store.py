@@ -47,7 +47,8 @@ def protected(start):
 
 
 @pytest.fixture(scope="module")
-def encrypted(start, tmp_path_factory):
+def certificate(tmp_path_factory):
+    """(certificate, key) that sign themselves."""
     directory = tmp_path_factory.mktemp("certificates")
     certificate, key = directory / "cert.pem", directory / "key.pem"
     subprocess.run(
@@ -64,10 +65,19 @@ def encrypted(start, tmp_path_factory):
         capture_output=True,
         timeout=60,
     )
+    return certificate, key
+
+
+def tls_server(start, certificate, *more):
     port = redis_server.free_port()
-    options = ("--port", "0", "--tls-port", str(port), "--tls-cert-file", str(certificate))
-    start(*options, "--tls-key-file", str(key), "--tls-auth-clients", "no", port=port).start()
-    return f"rediss://127.0.0.1:{port}/?ca_file={certificate}&"
+    options = ("--port", "0", "--tls-port", str(port), "--tls-cert-file", str(certificate[0]))
+    options += ("--tls-key-file", str(certificate[1]), "--tls-ca-cert-file", str(certificate[0]))
+    return start(*options, "--tls-auth-clients", "no", *more, port=port).start()
+
+
+@pytest.fixture(scope="module")
+def encrypted(start, certificate):
+    return f"rediss://{tls_server(start, certificate).where}/?ca_file={certificate[0]}&"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +98,25 @@ def sentinel(start):
     return f"redis://{watcher.where}/?sentinel=rows&"
 
 
-PLACES = ["standalone", "protected", "encrypted", "cluster", "sentinel"]
+@pytest.fixture(scope="module")
+def protected_sentinel(start, certificate):
+    """Servers and Sentinels with TLS and passwords of their own."""
+    master = tls_server(start, certificate, "--requirepass", PLAIN_PASSWORD, "--tls-replication", "yes")
+    watcher = start(sentinel=True)
+    (watcher.directory / "sentinel.conf").write_text(
+        f"port 0\ntls-port {watcher.port}\nbind 127.0.0.1\ntls-auth-clients no\ntls-replication yes\n"
+        f"tls-cert-file {certificate[0]}\ntls-key-file {certificate[1]}\ntls-ca-cert-file {certificate[0]}\n"
+        f"requirepass of-the-sentinel\nsentinel monitor rows 127.0.0.1 {master.port} 1\n"
+        f"sentinel auth-pass rows {PLAIN_PASSWORD}\n"
+    )
+    watcher.start()
+    return (
+        f"rediss://:{PASSWORD}@{watcher.where}/?sentinel=rows&sentinel_password=of-the-sentinel"
+        f"&ca_file={certificate[0]}&"
+    )
+
+
+PLACES = ["standalone", "protected", "encrypted", "cluster", "sentinel", "protected_sentinel"]
 NUMBER = iter(range(10**6))
 
 
@@ -144,6 +172,12 @@ def test_the_compatible_layout_has_the_keys_of_the_original(start):
         "model_table_emb1.t0_gid_7_cid_0_osid_1",
     ]
     assert server.cli("strlen", "model_table_emb1.t0_gid_7_cid_0_osid_1") == "8"
+
+
+def test_a_wrong_password_of_the_sentinels_is_not_shown(protected_sentinel):
+    with pytest.raises((PermissionError, ConnectionError)) as info:
+        fresh(protected_sentinel.replace("of-the-sentinel", "hidden-word") + "timeout=2s&retry_limit=1&")
+    assert "hidden-word" not in str(info.value)
 
 
 @pytest.mark.parametrize("place", ["protected", "encrypted", "cluster"])

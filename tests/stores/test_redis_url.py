@@ -3,6 +3,7 @@
 import pytest
 
 from embstore.redis_url import parse_redis_url
+from embstore.store_urls import open_store
 
 
 @pytest.mark.parametrize(
@@ -45,10 +46,11 @@ def test_a_url_is_read(url, found):
         ("redis://h/x", "db in a redis URL should be an integer of at least 0 but is: 'x'"),
         ("redis://h/?layout=loose", "should be one of .* but is: 'loose'"),
         ("redis://h/?verify=maybe", "verify in a redis URL should be 0 or 1 but is: 'maybe'"),
-        ("redis://h:99999/", "should be name.:port. but is: 'h:99999'"),
+        ("redis://h:99999/", "should be name.:port. with a port below 65536.*not shown"),
+        ("redis://h/?sentinel_password=x", "should come with sentinel"),
         ("redis:///?db=1", "but is: ''"),
         ("redis://h/1?cluster=1", "cluster=1 should come without sentinel"),
-        ("http://h", "but is: http"),
+        ("http://h", "the scheme of a redis URL should be one of"),
     ],
 )
 def test_a_mistake_is_named(url, text):
@@ -56,13 +58,32 @@ def test_a_mistake_is_named(url, text):
         parse_redis_url(url)
 
 
-@pytest.mark.parametrize("url", ["redis://u:hidden@h:x/", "redis://u:hidden@h/?a=1", "redis://u:hidden@h/y"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:hidden@h:x/",
+        "redis://u:hidden@h/?a=1",
+        "redis://u:hidden@h/y",
+        "redis://u:hidden",  # the host was forgotten
+        "redis://u:hidden/0?prefix=x",
+        "redis://u:x?hidden@h/",  # a ? that should be %3F
+        "redis://u:hidden?x@h/",
+        "redis://u:1?hidden@h/",
+        "redis://u:1?db=hidden@h/",
+        "redis://u:1?x&hidden=1@h/",
+        "u:hidden@redis://h",
+    ],
+)
 def test_no_message_shows_the_password(url):
     with pytest.raises(ValueError) as info:
         parse_redis_url(url)
     assert "hidden" not in str(info.value)
+    with pytest.raises(ValueError) as info:
+        open_store(url, table="t", tensor_bytes=[4])
+    assert "hidden" not in str(info.value)
 
 
 def test_neither_does_the_parsed_url():
+    assert "hidden" not in repr(parse_redis_url("redis://h/?sentinel=s&sentinel_password=hidden"))
     parsed = parse_redis_url("redis://u:hidden@h/4")
     assert "hidden" not in repr(parsed) and parsed.where == "redis h:6379 db 4"

@@ -13,8 +13,10 @@
  * in length.
  *
  * Each instance serves one table of one process. The host makes one call at a time on an instance,
- * from any thread. A call may complete before it returns, or later from another thread; until it
- * completes the host waits, up to a limit.
+ * each from a thread of its own. A call may complete before it returns, or later from another
+ * thread. The host waits until it has done both, up to a limit; a call that is late fails, and the
+ * next one on this instance begins only when it is over. An instance with a call that never ends is
+ * not finalized.
  */
 #ifndef EMBSTORE_PARAMETER_SERVER_PLUGIN_H_
 #define EMBSTORE_PARAMETER_SERVER_PLUGIN_H_

@@ -14,6 +14,7 @@
 
 namespace embstore {
 
+struct PluginCall;
 struct PluginLibrary;
 
 struct LoadedPlugin {
@@ -40,19 +41,26 @@ class PluginInstance {
   int64_t row_bytes() const { return row_bytes_; }
 
   // rows + i * row_bytes() is set where found[i] becomes 1. Both throw InvalidState with the
-  // message of the plug-in, when it answers with a value of the wrong length, or when it does not
-  // complete in time; the buffers of a call that is late stay alive until it completes.
+  // message of the plug-in, when it answers with a value of the wrong length, or when it has not
+  // both completed and returned in time. The buffers of a late call stay alive until it has, and no
+  // other call begins before that: those throw when their own time is over.
   void Pull(std::span<const int64_t> ids, std::byte* rows, uint8_t* found, double timeout_seconds);
   void Push(std::span<const int64_t> ids, const std::byte* rows, double timeout_seconds);
 
  private:
+  std::shared_ptr<PluginCall> NewCall(std::span<const int64_t> ids) const;
+  template <typename Start>
+  void Run(const std::shared_ptr<PluginCall>& call, const std::string& what, double timeout_seconds,
+           const Start& start);
+
   const PluginLibrary* library_;
   void* instance_ = nullptr;
   std::string table_;
   int64_t column_;
   std::vector<int64_t> tensor_bytes_;
   int64_t row_bytes_ = 0;
-  std::mutex mutex_;
+  std::timed_mutex mutex_;            // one call at a time
+  std::shared_ptr<PluginCall> call_;  // the last one
 };
 
 }  // namespace embstore

@@ -12,7 +12,11 @@ from faces.torchrec_dynamic_embedding import ranks, twins
 from faces.torchrec_dynamic_embedding.models import DIM, FEATURES, batches, fill, trainer
 from torch import nn
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import (
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipelinedForward
 from torchrec.streamable import Pipelineable
 
 import torchrec_dynamic_embedding as tde
@@ -86,20 +90,55 @@ class Loss(nn.Module):
         return loss.reshape(1), loss.detach()
 
 
-@pytest.mark.parametrize("num_prefetch", [0, 2])
-@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist])
-def test_train_pipelines_train_as_a_table_with_all_ids(expected, kind, num_prefetch):
-    data, losses, twin = expected
-    samples = [Sample(label, kjt) for label, kjt in twins.loader_of(data)]
-    ours, loader, address = wrapped(samples, 120, num_prefetch)
-    pipeline = kind(Loss(ours.model), ours.optimizer, torch.device("cpu"))
+def progress(pipeline, loader):
+    """All losses that the pipeline gives."""
     iterator, found = iter(loader), []
     with pytest.raises(StopIteration):
         while True:
             found.append(pipeline.progress(iterator).item())
-    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    return found
+
+
+@pytest.mark.parametrize("num_prefetch", [0, 2])
+def test_train_pipeline_base_trains_as_a_table_with_all_ids(expected, num_prefetch):
+    data, losses, twin = expected
+    samples = [Sample(label, kjt) for label, kjt in twins.loader_of(data)]
+    ours, loader, address = wrapped(samples, 120, num_prefetch)
+    pipeline = TrainPipelineBase(Loss(ours.model), ours.optimizer, torch.device("cpu"))
+    np.testing.assert_allclose(progress(pipeline, loader), losses, rtol=1e-4)
     tde.save(ours.model)
     twins.compare_rows(address, twin, data, "row_wise", "adagrad")
+
+
+def sparse_pipeline(kind, ours, data):
+    """A pipeline that looks into the model, so the model gets what the loader gives: the ids alone."""
+    labels = iter([label for label, *_ in data])
+
+    def forward(kjt):
+        loss = nn.functional.mse_loss(ours.model(kjt)[:, 0], next(labels))
+        return loss.reshape(1), loss.detach()
+
+    return kind(ours.model, ours.optimizer, torch.device("cpu"), custom_model_fwd=forward)
+
+
+@pytest.mark.parametrize("num_prefetch", [0, 2])
+def test_train_pipeline_sparse_dist_trains_as_a_table_with_all_ids(expected, num_prefetch):
+    data, losses, twin = expected
+    ours, loader, address = wrapped([kjt for _, kjt in twins.loader_of(data)], 120, num_prefetch)
+    pipeline = sparse_pipeline(TrainPipelineSparseDist, ours, data)
+    np.testing.assert_allclose(progress(pipeline, loader), losses, rtol=1e-4)
+    assert len(pipeline._pipelined_modules) == 1
+    tde.save(ours.model)
+    twins.compare_rows(address, twin, data, "row_wise", "adagrad")
+
+
+def test_a_train_pipeline_that_looks_rows_up_ahead_of_time_is_refused():
+    """TrainPipelineSemiSync does not run on the CPU; this is what it makes of a model."""
+    ours, loader, _ = wrapped([kjt for _, kjt in twins.loader_of(batches(6, 60))], 120)
+    emb = ours.model.module.emb
+    emb.forward = EmbeddingPipelinedForward("emb", None, emb, None)
+    with pytest.raises(RuntimeError, match="looks up rows ahead of time .EmbeddingPipelinedForward."):
+        next(iter(loader))
 
 
 def one(*ids):
@@ -222,6 +261,18 @@ def test_batches_that_the_model_never_sees_do_not_stay(num_prefetch):
         ours.model(first)
 
 
+@pytest.mark.parametrize("num_prefetch", [0, 2])
+def test_a_sample_that_is_kept_does_not_stay(num_prefetch):
+    """Of the same loader, or of one for validation, to be looked at now and then."""
+    ours, loader, _ = wrapped([one(*rows(5 * i)) for i in range(40)], 17, num_prefetch)
+    other = DataLoader(ours.model._id_transformer_group, [one(*rows(500))])
+    kept = [next(iter(loader)), next(iter(other))]
+    assert run(ours, loader) == 40
+    for batch in kept:
+        with pytest.raises(RuntimeError, match=r"the rows of batch \d+ may have been replaced"):
+            ours.model(batch)
+
+
 def copied(kjt):
     return KeyedJaggedTensor(
         keys=kjt.keys(), values=kjt.values().clone(), lengths=kjt.lengths(), weights=kjt.weights_or_none()
@@ -232,9 +283,11 @@ def copied(kjt):
 def test_copies_of_batches_that_were_dropped_train_in_their_order(expected, num_prefetch):
     """As on a GPU, where the model gets copies and the original is gone."""
     data, losses, twin = expected
-    ours, loader, address = wrapped(twins.loader_of(data), 120, num_prefetch)
+    ours, loader, address = wrapped(twins.loader_of(data), 140, num_prefetch)
+    sample = next(iter(loader))
     copies = ((label, copied(kjt)) for label, kjt in loader)
     found = [ours.step(kjt, label) for label, kjt in twins.ahead(copies, 2)]
+    del sample  # it does not count as one that was copied
     np.testing.assert_allclose(found, losses, rtol=1e-4)
     tde.save(ours.model)
     twins.compare_rows(address, twin, data, "row_wise", "adagrad")
