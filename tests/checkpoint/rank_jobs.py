@@ -195,3 +195,35 @@ def _counters(table: embstore.Table) -> list[int]:
     counters = table.admission_counters()
     assert counters is not None
     return counters.tolist()
+
+
+def fail_in_a_log(path: str, call: str, failing: int) -> tuple[str, str]:
+    """One rank cannot do its part of `call`; afterwards all of them can."""
+    tables = collections()
+    train(tables, 0, 2)
+    log = None if call == "create" else embstore.IncrementLog.create(path, tables, ownership=OWNERSHIP)
+    train(tables, 2, 1)
+    broken = {"create": "track_changes", "append": "take_changes", "load": "clear"}[call]
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(5, "the store of this rank is gone")
+
+    def make() -> None:
+        if log is None:
+            embstore.IncrementLog.create(path, tables, ownership=OWNERSHIP)
+        elif call == "append":
+            log.append(tables)
+        else:
+            log.load(tables, writable=True)
+
+    if dist.get_rank() == failing:
+        setattr(tables["model.b"]["item"], broken, fail)
+    try:
+        make()
+        answer = ("nothing", "")
+    except Exception as error:
+        answer = (type(error).__name__, str(error))
+    if dist.get_rank() == failing:
+        delattr(tables["model.b"]["item"], broken)
+    make()
+    return answer

@@ -74,6 +74,16 @@ def test_one_failing_rank_raises_on_all_and_leaves_nothing(tmp_path: Path, faili
     embstore.open_dump(tmp_path / "d").verify()
 
 
+@pytest.mark.parametrize("call", ["create", "append", "load"])
+def test_a_rank_that_fails_in_an_increment_log_raises_on_all_and_a_retry_works(
+    tmp_path: Path, call: str
+) -> None:
+    answers = ranks.run(3, jobs.fail_in_a_log, str(tmp_path / "log"), call, 1)
+    for rank, (kind, message) in enumerate(answers):
+        assert kind == "OSError" and "the store of this rank is gone" in message
+        assert ("on rank 1" in message) == (rank != 1)
+
+
 def test_a_rank_that_dies_ends_the_dump_of_the_others(tmp_path: Path) -> None:
     # Processes of their own: those of the pool are still needed.
     script = "import sys; from checkpoint import rank_jobs; rank_jobs.join_and_die(*sys.argv[1:])"

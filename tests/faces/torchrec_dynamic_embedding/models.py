@@ -31,7 +31,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 
 from embstore import Uniform  # noqa: E402
 
-DIM, LR = 8, 0.25
+DIM, LR, EPS = 8, 0.25, 0.5  # eps: see tolerances.py
 OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -101,7 +101,7 @@ def trainer(rows, kind="ebc", sharding="row_wise", optimizer="adagrad", dtype=Da
     ]
     torch.manual_seed(3)
     model = Model(kind, configs)
-    fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR, "eps": 1e-8}
+    fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR, "eps": EPS}
     sharders = [EmbeddingCollectionSharder(fused_params=fused), BagSharder(fused_params=fused)]
     constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"], min_partition=4)
     world = dist.get_world_size()
