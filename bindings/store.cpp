@@ -126,25 +126,66 @@ class PythonStore final : public Store {
     return std::make_unique<Scanner>(*this, nb::iter(store_.attr("scan")()));
   }
 
+  std::unique_ptr<KeyScanner> ScanKeys() const override {
+    nb::gil_scoped_acquire locked;
+    return std::make_unique<KeyBlocks>(*this, nb::iter(store_.attr("scan_keys")()));
+  }
+
  private:
+  // An iterator of Python, used and dropped with the GIL.
+  class Blocks {
+   public:
+    explicit Blocks(nb::object blocks) : blocks_(std::move(blocks)) {}
+    ~Blocks() {
+      if (!nb::is_alive()) {
+        (void)blocks_.release();
+        return;
+      }
+      nb::gil_scoped_acquire locked;
+      blocks_.reset();
+    }
+    // Not valid after the last. REQUIRES the GIL.
+    nb::object Next() {
+      nb::object next = nb::steal(PyIter_Next(blocks_.ptr()));
+      if (!next.is_valid() && PyErr_Occurred()) throw nb::python_error();
+      return next;
+    }
+
+   private:
+    nb::object blocks_;
+  };
+
+  class KeyBlocks final : public KeyScanner {
+   public:
+    KeyBlocks(const PythonStore& store, nb::object blocks)
+        : store_(store), blocks_(std::move(blocks)) {}
+    void Next(int64_t, std::vector<int64_t>& keys) override {
+      nb::gil_scoped_acquire locked;
+      keys.clear();
+      while (keys.empty()) {
+        const nb::object next = blocks_.Next();
+        if (!next.is_valid()) return;
+        const auto array = store_.Cast<KeysBack>(next, "scan_keys", "keys of int64 (n)");
+        keys.assign(array.data(), array.data() + array.shape(0));
+      }
+    }
+
+   private:
+    const PythonStore& store_;
+    Blocks blocks_;
+  };
+
   // Blocks come as large as the Python side makes them.
   class Scanner final : public StoreScanner {
    public:
     Scanner(const PythonStore& store, nb::object blocks)
         : store_(store), blocks_(std::move(blocks)) {}
-    ~Scanner() override {
-      nb::gil_scoped_acquire locked;
-      blocks_.reset();
-    }
     void Next(int64_t, StoredRows& block) override {
       nb::gil_scoped_acquire locked;
       block = {};
       while (block.keys.empty()) {
-        nb::object next = nb::steal(PyIter_Next(blocks_.ptr()));
-        if (!next.is_valid()) {
-          if (PyErr_Occurred()) throw nb::python_error();
-          return;
-        }
+        const nb::object next = blocks_.Next();
+        if (!next.is_valid()) return;
         const auto parts = store_.Parts(next, "scan", 3);
         const auto keys = store_.Cast<KeysBack>(parts[0], "scan", "keys of int64 (n)");
         const auto rows = store_.Cast<RowsBack>(parts[1], "scan", "rows of uint8 (n, row_bytes)");
@@ -159,7 +200,7 @@ class PythonStore final : public Store {
 
    private:
     const PythonStore& store_;
-    nb::object blocks_;
+    Blocks blocks_;
   };
 
   void Call(const char* method) {

@@ -89,6 +89,7 @@ class SsdStoreImpl final : public SsdStore {
   void Clear() override;
   void Flush() override;
   std::unique_ptr<StoreScanner> Scan() const override;
+  std::unique_ptr<KeyScanner> ScanKeys() const override;
   void Snapshot(const std::string& name) override;
   void LoadSnapshot(const std::string& name) override;
 
@@ -99,6 +100,7 @@ class SsdStoreImpl final : public SsdStore {
 
  private:
   friend class SsdScanner;
+  friend class SsdKeyScanner;
   enum class State : uint8_t { kFree, kInMemory, kWritten };
   struct Segment {
     uint32_t live = 0;       // rows that the index names

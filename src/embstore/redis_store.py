@@ -102,6 +102,18 @@ class RedisStore(Store):
         self._in_chunks(len(keys), work)
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
+        for keys in self._scan_ids():
+            rows, scores, found = self.get(keys)
+            if found.any():
+                yield keys[found], np.ascontiguousarray(rows[found]), np.ascontiguousarray(scores[found])
+
+    def scan_keys(self) -> Iterator[KeyArray]:
+        for keys in self._scan_ids():
+            # An id of several tensors counts only when all of them are there.
+            yield keys if len(self._tails) == 1 else keys[self.contains(keys)]
+
+    def _scan_ids(self) -> Iterator[KeyArray]:
+        """The ids whose first tensor is there, each once."""
         pattern = _glob_escape(self._head) + "*" + _glob_escape(self._tails[0])
         head, tail = self._head.encode(), self._tails[0].encode()
         seen: set[int] = set()  # SCAN may show a key twice
@@ -111,14 +123,11 @@ class RedisStore(Store):
                 for n in names
                 if _is_id(n[len(head) : len(n) - len(tail)])
             }
-            keys = np.array(sorted(ids - seen), np.int64)
+            yield np.array(sorted(ids - seen), np.int64)
             seen |= ids
-            rows, scores, found = self.get(keys)
-            if found.any():
-                yield keys[found], np.ascontiguousarray(rows[found]), np.ascontiguousarray(scores[found])
 
     def __len__(self) -> int:
-        return sum(len(keys) for keys, _, _ in self.scan())
+        return sum(len(keys) for keys in self.scan_keys())
 
     # ---- how they travel
 

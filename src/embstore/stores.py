@@ -61,13 +61,19 @@ class Store:
         raise NotImplementedError(f"{type(self).__name__} should implement erase")
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
-        """All rows in blocks, each key once."""
+        """All rows in blocks, each key once. Rows may be put and erased meanwhile, between two blocks: what
+        was here from the first block to the last must come, the rest may."""
         raise NotImplementedError(f"{type(self).__name__} should implement scan")
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} should implement __len__")
 
     # ---- to be implemented where there is something better, or more, to do
+
+    def scan_keys(self) -> Iterator[KeyArray]:
+        """All keys in blocks. Keys that nobody puts or erases meanwhile come at least once."""
+        for keys, _, _ in self.scan():
+            yield keys
 
     def contains(self, keys: KeyArray) -> FoundArray:
         """Which keys are here."""

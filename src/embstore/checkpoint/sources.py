@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,7 @@ class Source:
 
 
 def table_source(collection: str, table: Table, optim: bool, ownership: Ownership) -> Source:
-    """The rows of a table as they are now, whatever happens to it later. Of a table over a store they are
-    read as they come, and a change in between raises."""
-    if table.store is not None:
-        count = sum(len(rows) for rows in table.export(with_values=False, with_states=False))
-        source = block_source(collection, TableSpec.of(table), count, table.export(), ownership=ownership)
-        return replace(source, admission=table.admission_counters())
+    """The rows of a table, and of the store below it, as they are now, whatever happens to them later."""
     snapshot: list[Any] = [table.snapshot()]
 
     def read(buffer: Rows) -> int:
