@@ -1,5 +1,7 @@
 #include "embstore/snapshot.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -37,7 +39,8 @@ struct Snapshot::Rest {
 };
 
 Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes)
-    : table_(std::move(table)),
+    : process_(getpid()),
+      table_(std::move(table)),
       saved_(std::make_unique<SavedRows>(table_->row_bytes(), memory_bytes)),
       rest_(std::make_unique<Rest>()),
       below_(std::make_unique<KeyList>()) {
@@ -52,8 +55,8 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes)
 Snapshot::~Snapshot() {
   std::unique_lock guard(table_->lock_);
   Snapshot** link = &table_->snapshot_;
-  while (*link != this) link = &(*link)->older_;
-  *link = older_;
+  while (*link && *link != this) link = &(*link)->older_;
+  if (*link) *link = older_;  // else this is the child of a fork, where tables have no snapshots
 }
 
 void Snapshot::Skip(Slot slot) {
@@ -95,6 +98,10 @@ void Snapshot::FailAll() {
 
 // The first to ask gets the error itself: some cannot be thrown twice (those of Python).
 void Snapshot::RethrowFailure() {
+  if (getpid() != process_) {
+    throw InvalidState("a snapshot of table '" + table_->options_.name +
+                       "' was taken by another process and cannot be read after fork");
+  }
   if (!failed_.load()) return;
   std::lock_guard guard(failure_mutex_);
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
@@ -267,6 +274,7 @@ void Snapshot::List() {
 }
 
 int64_t Snapshot::rows() {
+  RethrowFailure();
   List();
   std::shared_lock guard(table_->lock_);
   std::lock_guard below_guard(below_mutex_);

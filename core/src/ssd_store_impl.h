@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "embstore/checksum.h"
-#include "embstore/rw_lock.h"
+#include "embstore/fork_guard.h"
 #include "embstore/ssd_store.h"
 #include "ssd_files.h"
 #include "ssd_index.h"
@@ -160,7 +160,7 @@ class SsdStoreImpl final : public SsdStore {
   const SsdStoreOptions options_;
   const SsdLayout layout_;
   const pid_t process_;
-  mutable RwLock lock_;
+  mutable StoreLock lock_;
   std::unique_ptr<SsdFiles> files_;  // null once closed
   SsdIndex index_;
   std::vector<Segment> segments_;

@@ -6,10 +6,10 @@
 #include <shared_mutex>
 #include <utility>
 
+#include "embstore/fork_guard.h"
 #include "embstore/key_index.h"
 #include "embstore/parallel.h"
 #include "embstore/row_heap.h"
-#include "embstore/rw_lock.h"
 
 namespace embstore {
 
@@ -312,7 +312,7 @@ class MemoryStore final : public Store {
   }
 
   const int64_t capacity_rows_;
-  mutable RwLock lock_;
+  mutable StoreLock lock_;
   KeyIndex index_;
   RowHeap rows_;
   std::vector<int64_t> keys_;  // of each row in use

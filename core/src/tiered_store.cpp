@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "embstore/rw_lock.h"
+#include "embstore/fork_guard.h"
 #include "embstore/store.h"
 #include "key_list.h"
 
@@ -242,7 +242,7 @@ class TieredStore final : public Store {
 
   std::shared_ptr<Store> upper_, lower_;
   const int64_t upper_rows_;
-  mutable RwLock lock_;
+  mutable StoreLock lock_;
 };
 
 }  // namespace

@@ -1,4 +1,7 @@
 // A table over a store: snapshots, changes and scans while rows move between them.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <functional>
@@ -236,6 +239,7 @@ class Unreliable final : public Store {
   void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
            uint8_t* found) const override {
     if (fails) throw InvalidState("get failed");
+    while (waits) std::this_thread::yield();
     store_->Get(keys, rows, scores, found);
   }
   void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
@@ -248,7 +252,7 @@ class Unreliable final : public Store {
   void Clear() override { store_->Clear(); }
   std::unique_ptr<StoreScanner> Scan() const override { return store_->Scan(); }
 
-  std::atomic<bool> fails{false};
+  std::atomic<bool> fails{false}, waits{false};
 
  private:
   std::shared_ptr<Store> store_;
@@ -287,6 +291,32 @@ TEST(A store that fails or loses rows fails the snapshot and not the training) {
   const auto below = std::find(resident.begin(), resident.end(), 0) - resident.begin();
   memory->Erase(std::vector<int64_t>{below});  // behind the table's back
   CHECK_THROWS(InvalidState, "has lost key " + std::to_string(below), read(snapshot));
+}
+
+TEST(A fork that waits in vain leaves the parent whole and an error in the child) {
+  const auto store = std::make_shared<Unreliable>(MakeMemoryStore(RowBytes(), 0));
+  const auto table = Table::Create(CacheOver(store)), idle = Table::Create(SmallTable(kDim));
+  Fill(*table, 300);
+  LookUpOne(idle, {1, 2});
+  store->waits = true;
+  std::thread trainer([&] { LookUpOne(table, Range(0, 50)); });
+  while (table->lock().TryLockUntil({})) table->lock().unlock();  // until it is inside
+  const pid_t child = fork();
+  if (child == 0) {
+    int code = 1;
+    try {
+      table->size();
+    } catch (const InvalidState& error) {
+      code = std::string(error.what()).find("forked") == std::string::npos ? 2 : 0;
+    }
+    _exit(code == 0 && idle->size() != 2 ? 3 : code);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+  store->waits = false;
+  trainer.join();
+  CHECK_EQ(Everything(table).size(), size_t{300});
 }
 
 TEST(Changes over a store are rows above and below and keys that are in neither) {

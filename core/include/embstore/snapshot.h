@@ -27,6 +27,8 @@
 //     since the snapshot and left it.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -98,6 +100,7 @@ class Snapshot {
   bool ReadBelow(Output& out, int64_t room);
   void Emit(int64_t key, uint64_t score, const std::byte* row, Output& out) const;
 
+  const pid_t process_;
   std::shared_ptr<Table> table_;
   Snapshot* older_ = nullptr;  // of the same table
   int64_t resident_rows_ = 0;

@@ -319,11 +319,13 @@ class Table : public std::enable_shared_from_this<Table> {
   bool IsStamped(Slot slot) const { return stamps_[static_cast<size_t>(slot)] == stamp_; }
   void Stamp(Slot slot) { stamps_[static_cast<size_t>(slot)] = stamp_; }
   void NextStamp();
+  void AfterForkInChild(bool whole);  // whole: the fork had waited for the lock
 
   TableOptions options_;
   int64_t state_width_, state_offset_, row_stride_;
   Initializer initializer_;
   mutable RwLock lock_;
+  bool lost_in_fork_ = false;
   std::optional<KeyIndex> index_;  // empty once closed
   RowHeap rows_;
   std::optional<AdmissionFilter> admission_;
