@@ -38,9 +38,10 @@ def row_bytes(dim: int, optimizer: Optimizer | None = None, dtype: DType = DType
 class Store:
     """Base of stores written in Python: implement `get`, `put`, `erase`, `scan` and `__len__`.
 
-    The engine calls these methods with the GIL held, from whatever thread needs rows, while it holds the lock
-    of the table: a method must not use that table. Arrays that it gets are its own to keep. An exception in
-    `get` or `put` reaches the caller of the table, which loses no row by it.
+    The engine calls these methods with the GIL held, from whatever thread needs rows, mostly while it holds
+    the lock of the table: a method must not use that table. Look-ahead and dumps call `get`, `scan` and
+    `scan_keys` while other threads put and erase. Arrays that a method gets are its own to keep. An exception
+    in `get` or `put` reaches the caller of the table, which loses no row by it.
     """
 
     def __init__(self, row_bytes: int) -> None:

@@ -202,3 +202,48 @@ def test_dumps_beside_training_over_redis_are_the_state_at_the_call(tmp_path: Pa
         check_dumps(store, tmp_path / "dumps", rounds=2)
     finally:
         server.stop()
+
+
+class GatedStore(LockedStore):
+    """Lists its keys only when it is let."""
+
+    def __init__(self, row_bytes: int) -> None:
+        super().__init__(row_bytes)
+        self.gate = threading.Event()
+
+    def scan_keys(self) -> Iterator[np.ndarray]:
+        assert self.gate.wait(60)
+        yield from super().scan_keys()
+
+
+def test_a_background_dump_does_not_wait_for_the_store_at_the_call(tmp_path: Path) -> None:
+    store = GatedStore(BYTES)
+    trainer, oracle = Trainer(store), Oracle()
+    handle = embstore.dump(tmp_path / "dump", {"model": {"user": trainer.table}}, async_=True)
+    with trainer.running():
+        while trainer.steps < 50:
+            threading.Event().wait(0.001)
+        assert handle is not None and not handle.done()
+        store.gate.set()
+        handle.wait()
+    dumped = embstore.open_dump(tmp_path / "dump")["model"]["user"]
+    require_a_state(oracle, np.array(dumped.keys), np.array(dumped.values), 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["memory", "memory over ssd"])
+def test_increments_of_a_table_over_a_store_lead_to_its_state(tmp_path: Path, kind: str) -> None:
+    trainer, oracle = Trainer(STORES[kind](tmp_path)), Oracle()
+    tables = {"model": {"user": trainer.table}}
+    log = embstore.IncrementLog.create(tmp_path / "log", tables)
+    server = embstore.Table("user", dim=DIM, optimizer=embstore.SGD(lr=1.0))
+    served = {"model": {"user": server}}
+    follower = embstore.IncrementLog(tmp_path / "log")
+    follower.load(served)
+    with trainer.running():
+        for _ in range(4):
+            first = trainer.steps
+            log.append(tables)
+            last = trainer.steps + 1
+            follower.follow(served)
+            rows = server.rows()
+            require_a_state(oracle, rows.keys, rows.values, first, last)
