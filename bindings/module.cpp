@@ -10,6 +10,7 @@
 #include <nanobind/stl/string.h>
 
 #include "embstore/checksum.h"
+#include "embstore/fork_guard.h"
 #include "embstore/hash.h"
 #include "embstore/kernels.h"
 #include "embstore/memory.h"
@@ -64,6 +65,13 @@ NB_MODULE(_core, m) {
       },
       "data"_a, "bytes"_a, "crc"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("crc32_combine", &Crc32Combine, "crc_a"_a, "crc_b"_a, "bytes_of_b"_a);
+  // A fork waits for threads that work on tables. Without the GIL, which a store written in Python
+  // needs to get done.
+  const auto before =
+      nb::cpp_function(&ForkGuard::Prepare, nb::call_guard<nb::gil_scoped_release>());
+  const auto after = nb::cpp_function(&ForkGuard::Release);
+  nb::module_::import_("os").attr("register_at_fork")("before"_a = before,
+                                                      "after_in_parent"_a = after);
   BindStore(m);
   BindTable(m);
   BindInitializer(m);

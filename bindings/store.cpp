@@ -12,11 +12,13 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "embstore/fork_guard.h"
 #include "embstore/ssd_store.h"
 #include "module.h"
 
@@ -67,13 +69,13 @@ class PythonStore final : public Store {
   std::string Describe() const override { return description_; }
 
   int64_t size() const override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     return static_cast<int64_t>(nb::len(store_));
   }
 
   void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
            uint8_t* found) const override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     const nb::object answer = store_.attr("get")(ToArray(keys));
     const auto parts = Parts(answer, "get", 3);
     const auto their_rows = Cast<RowsBack>(parts[0], "get", "rows of uint8 (n, row_bytes)");
@@ -87,7 +89,7 @@ class PythonStore final : public Store {
   }
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     const nb::object answer = store_.attr("contains")(ToArray(keys));
     const auto flags = Cast<FoundBack>(answer, "contains", "found of bool (n)");
     if (flags.shape(0) != keys.size()) Complain("contains", "one found flag for each key");
@@ -95,7 +97,7 @@ class PythonStore final : public Store {
   }
 
   void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     const size_t n = keys.size();
     store_.attr("put")(ToArray(keys),
                        Copied<uint8_t, RowArray>(reinterpret_cast<const uint8_t*>(rows),
@@ -104,7 +106,7 @@ class PythonStore final : public Store {
   }
 
   void Erase(std::span<const int64_t> keys) override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     store_.attr("erase")(ToArray(keys));
   }
 
@@ -112,39 +114,87 @@ class PythonStore final : public Store {
   void Flush() override { Call("flush"); }
 
   void Snapshot(const std::string& name) override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     store_.attr("snapshot")(name);
   }
 
   void LoadSnapshot(const std::string& name) override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     store_.attr("load_snapshot")(name);
   }
 
   std::unique_ptr<StoreScanner> Scan() const override {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     return std::make_unique<Scanner>(*this, nb::iter(store_.attr("scan")()));
   }
 
+  std::unique_ptr<KeyScanner> ScanKeys() const override {
+    const Inside inside(*this);
+    return std::make_unique<KeyBlocks>(*this, nb::iter(store_.attr("scan_keys")()));
+  }
+
  private:
+  // A call of a method: a fork waits for it, since it may hold locks of its own.
+  struct Inside {
+    explicit Inside(const PythonStore& store) : guard(store.lock_) {}
+    std::shared_lock<StoreLock> guard;  // before the GIL, which others need to leave
+    nb::gil_scoped_acquire locked;
+  };
+
+  // An iterator of Python, used and dropped with the GIL.
+  class Blocks {
+   public:
+    explicit Blocks(nb::object blocks) : blocks_(std::move(blocks)) {}
+    ~Blocks() {
+      if (!nb::is_alive()) {
+        (void)blocks_.release();
+        return;
+      }
+      nb::gil_scoped_acquire locked;
+      blocks_.reset();
+    }
+    // Not valid after the last. REQUIRES the GIL.
+    nb::object Next() {
+      nb::object next = nb::steal(PyIter_Next(blocks_.ptr()));
+      if (!next.is_valid() && PyErr_Occurred()) throw nb::python_error();
+      return next;
+    }
+
+   private:
+    nb::object blocks_;
+  };
+
+  class KeyBlocks final : public KeyScanner {
+   public:
+    KeyBlocks(const PythonStore& store, nb::object blocks)
+        : store_(store), blocks_(std::move(blocks)) {}
+    void Next(int64_t, std::vector<int64_t>& keys) override {
+      const Inside inside(store_);
+      keys.clear();
+      while (keys.empty()) {
+        const nb::object next = blocks_.Next();
+        if (!next.is_valid()) return;
+        const auto array = store_.Cast<KeysBack>(next, "scan_keys", "keys of int64 (n)");
+        keys.assign(array.data(), array.data() + array.shape(0));
+      }
+    }
+
+   private:
+    const PythonStore& store_;
+    Blocks blocks_;
+  };
+
   // Blocks come as large as the Python side makes them.
   class Scanner final : public StoreScanner {
    public:
     Scanner(const PythonStore& store, nb::object blocks)
         : store_(store), blocks_(std::move(blocks)) {}
-    ~Scanner() override {
-      nb::gil_scoped_acquire locked;
-      blocks_.reset();
-    }
     void Next(int64_t, StoredRows& block) override {
-      nb::gil_scoped_acquire locked;
+      const Inside inside(store_);
       block = {};
       while (block.keys.empty()) {
-        nb::object next = nb::steal(PyIter_Next(blocks_.ptr()));
-        if (!next.is_valid()) {
-          if (PyErr_Occurred()) throw nb::python_error();
-          return;
-        }
+        const nb::object next = blocks_.Next();
+        if (!next.is_valid()) return;
         const auto parts = store_.Parts(next, "scan", 3);
         const auto keys = store_.Cast<KeysBack>(parts[0], "scan", "keys of int64 (n)");
         const auto rows = store_.Cast<RowsBack>(parts[1], "scan", "rows of uint8 (n, row_bytes)");
@@ -159,11 +209,11 @@ class PythonStore final : public Store {
 
    private:
     const PythonStore& store_;
-    nb::object blocks_;
+    Blocks blocks_;
   };
 
   void Call(const char* method) {
-    nb::gil_scoped_acquire locked;
+    const Inside inside(*this);
     store_.attr(method)();
   }
 
@@ -197,6 +247,7 @@ class PythonStore final : public Store {
 
   std::string description_;
   nb::object store_;
+  mutable StoreLock lock_;
 };
 
 std::span<const int64_t> Keys(uintptr_t address, int64_t n) {

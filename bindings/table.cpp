@@ -68,6 +68,17 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   return Table::Create(options);
 }
 
+// A snapshot that ends waits for the table's lock, and whoever holds that may want the GIL.
+struct PySnapshot {
+  explicit PySnapshot(std::shared_ptr<Table> table)
+      : snapshot(std::make_unique<Snapshot>(std::move(table))) {}
+  ~PySnapshot() {
+    nb::gil_scoped_release unlocked;
+    snapshot.reset();
+  }
+  std::unique_ptr<Snapshot> snapshot;
+};
+
 std::span<const int64_t> Keys(uintptr_t address, int64_t n) {
   return {Address<const int64_t>(address), static_cast<size_t>(n)};
 }
@@ -297,18 +308,21 @@ void BindTable(nb::module_& m) {
           Unlocked())
       .def("close", &Table::Close, Unlocked());
 
-  nb::class_<Snapshot>(m, "Snapshot",
-                       "The rows of a table at one moment, read while it is trained.")
+  nb::class_<PySnapshot>(m, "Snapshot",
+                         "The rows of a table at one moment, read while it is trained.")
       .def(nb::init<std::shared_ptr<Table>>(), Unlocked(), "table"_a)
-      .def_prop_ro("rows", &Snapshot::rows)
+      .def_prop_ro(
+          "rows", [](PySnapshot& self) { return self.snapshot->rows(); }, Unlocked())
       .def(
           "read",
-          [](Snapshot& snapshot, int64_t max_rows, uintptr_t keys, uintptr_t values,
-             uintptr_t states, uintptr_t scores) {
-            return snapshot.Read(max_rows, Address<int64_t>(keys), Address<float>(values),
-                                 Address<float>(states), Address<uint64_t>(scores));
+          [](PySnapshot& self, int64_t max_rows, uintptr_t keys, uintptr_t values, uintptr_t states,
+             uintptr_t scores, uint64_t min_score) {
+            return self.snapshot->Read(max_rows, min_score, Address<int64_t>(keys),
+                                       Address<float>(values), Address<float>(states),
+                                       Address<uint64_t>(scores));
           },
-          Unlocked());
+          Unlocked(), "max_rows"_a, "keys"_a, "values"_a, "states"_a, "scores"_a,
+          "min_score"_a = 0);
 }
 
 }  // namespace embstore

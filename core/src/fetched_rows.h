@@ -48,6 +48,7 @@ class FetchedRows {
   }
 
   std::span<const int64_t> keys() const { return keys_; }
+  bool has_scores() const { return keys_.empty() || !scores_.empty(); }
 
  private:
   uint32_t& Place(int64_t key) {

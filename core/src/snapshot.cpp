@@ -1,12 +1,18 @@
 #include "embstore/snapshot.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <shared_mutex>
 #include <string>
 #include <utility>
 
 #include "embstore/table.h"
+#include "fetched_rows.h"
+#include "key_list.h"
+#include "saved_rows.h"
 
 namespace embstore {
 namespace {
@@ -14,7 +20,7 @@ namespace {
 // Rows copied under one hold of the lock: about a tenth of a millisecond, so a training step hardly
 // waits.
 constexpr int64_t kSlotsPerHold = 1024;
-constexpr int64_t kBlockBytes = int64_t{2} << 20;
+constexpr int64_t kKeysPerHold = 16384;  // listed, or read from the store
 
 }  // namespace
 
@@ -23,33 +29,92 @@ struct Snapshot::Output {
   float* values;
   float* states;
   uint64_t* scores;
+  uint64_t min_score;
   int64_t count = 0;
 };
 
-Snapshot::Snapshot(std::shared_ptr<Table> table) : table_(std::move(table)) {
+struct Snapshot::Rest {
+  SavedRows::Block block;
+  int64_t next = 0;
+};
+
+Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes)
+    : process_(getpid()),
+      table_(std::move(table)),
+      saved_(std::make_unique<SavedRows>(table_->row_bytes(), memory_bytes)),
+      rest_(std::make_unique<Rest>()),
+      below_(std::make_unique<KeyList>()) {
   std::unique_lock guard(table_->lock_);
   table_->RequireOpen();
-  if (table_->snapshot_) {
-    throw InvalidState("table '" + table_->options_.name + "' has a snapshot already");
-  }
   marks_ = HugeBuffer(static_cast<size_t>(table_->index_->slots()));
-  rows_ = table_->index_->size();
-  rows_per_block_ = std::max<int64_t>(
-      16, kBlockBytes / (table_->row_stride_ + static_cast<int64_t>(sizeof(IndexEntry))));
-  table_->snapshot_ = this;
+  resident_rows_ = table_->index_->size();
+  listed_ = !table_->options_.store;
+  older_ = std::exchange(table_->snapshot_, this);
 }
 
 Snapshot::~Snapshot() {
   std::unique_lock guard(table_->lock_);
-  table_->snapshot_ = nullptr;
+  Snapshot** link = &table_->snapshot_;
+  while (*link && *link != this) link = &(*link)->older_;
+  if (*link) *link = older_;  // else this is the child of a fork, where tables have no snapshots
+}
+
+void Snapshot::Skip(Slot slot) {
+  for (Snapshot* at = this; at; at = at->older_) {
+    at->mark(slot).store(kSettled, std::memory_order_relaxed);
+  }
+}
+
+void Snapshot::Grow(int64_t capacity) {
+  for (Snapshot* at = this; at; at = at->older_) at->marks_.Grow(static_cast<size_t>(capacity));
 }
 
 void Snapshot::Move(Slot from, Slot to) {
-  mark(to).store(mark(from).load(std::memory_order_relaxed), std::memory_order_relaxed);
-  mark(from).store(kUnread, std::memory_order_relaxed);  // free: the next key there is skipped
+  for (Snapshot* at = this; at; at = at->older_) {
+    at->mark(to).store(at->mark(from).load(std::memory_order_relaxed), std::memory_order_relaxed);
+    at->mark(from).store(kUnread, std::memory_order_relaxed);  // free: the next key is skipped
+  }
 }
 
+void Snapshot::Fail() {
+  const std::exception_ptr error = std::current_exception();
+  std::lock_guard guard(failure_mutex_);
+  if (failed_.load()) return;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& thrown) {
+    reason_ = thrown.what();
+  } catch (...) {
+    reason_ = "unknown error";
+  }
+  failure_ = error;
+  failed_.store(true);
+  saved_->Clear();
+}
+
+void Snapshot::FailAll() {
+  for (Snapshot* at = this; at; at = at->older_) at->Fail();
+}
+
+// The first to ask gets the error itself: some cannot be thrown twice (those of Python).
+void Snapshot::RethrowFailure() {
+  if (getpid() != process_) {
+    throw InvalidState("a snapshot of table '" + table_->options_.name +
+                       "' was taken by another process and cannot be read after fork");
+  }
+  if (!failed_.load()) return;
+  std::lock_guard guard(failure_mutex_);
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  throw InvalidState("a snapshot of table '" + table_->options_.name + "' failed: " + reason_);
+}
+
+// ---- rows of the table ----
+
 void Snapshot::Preserve(Slot slot) {
+  for (Snapshot* at = this; at; at = at->older_) at->Save(slot);
+}
+
+void Snapshot::Save(Slot slot) {
   std::atomic_ref<uint8_t> state = mark(slot);
   uint8_t seen = state.load(std::memory_order_acquire);
   while (seen != kSettled) {
@@ -58,56 +123,34 @@ void Snapshot::Preserve(Slot slot) {
       continue;
     }
     if (!state.compare_exchange_weak(seen, kSaving, std::memory_order_acq_rel)) continue;
-    const int64_t stride = table_->row_stride_;
-    {
-      Shard& shard = shards_[slot % kShards];
-      std::lock_guard guard(shard.mutex);
-      if (shard.blocks.empty() || shard.blocks.back().count == rows_per_block_) {
-        shard.blocks.push_back({PooledBuffer(static_cast<size_t>(
-                                    rows_per_block_ * (stride + int64_t{sizeof(IndexEntry)}))),
-                                0});
+    try {
+      const IndexEntry entry = table_->index_->entry(slot);
+      if (!failed_.load(std::memory_order_relaxed)) {
+        saved_->Add(slot, entry.key, entry.score, table_->rows_.at(entry.row), table_->row_stride_);
       }
-      Saved& block = shard.blocks.back();
-      block.buffer.as<IndexEntry>()[block.count] = table_->index_->entry(slot);
-      std::memcpy(block.buffer.as<std::byte>() + rows_per_block_ * int64_t{sizeof(IndexEntry)} +
-                      block.count * stride,
-                  table_->rows_.at(table_->index_->row(slot)), static_cast<size_t>(stride));
-      ++block.count;
+    } catch (...) {
+      Fail();
     }
+    // Also where it failed: whoever waits for this row must not wait for ever.
     state.store(kSettled, std::memory_order_release);
     return;
   }
 }
 
-bool Snapshot::TakeSaved(Saved& block, bool full_only) {
-  for (Shard& shard : shards_) {
-    std::lock_guard guard(shard.mutex);
-    if (shard.blocks.empty()) continue;
-    if (full_only && shard.blocks.front().count < rows_per_block_) continue;
-    block = std::move(shard.blocks.front());
-    shard.blocks.erase(shard.blocks.begin());
-    return true;
-  }
-  return false;
-}
-
-void Snapshot::Emit(const Saved& block, int64_t first, int64_t count, Output& out) const {
+void Snapshot::Emit(int64_t key, uint64_t score, const std::byte* row, Output& out) const {
+  if (score < out.min_score) return;
   const Table& table = *table_;
-  const auto* rows = block.buffer.as<std::byte>() + rows_per_block_ * int64_t{sizeof(IndexEntry)};
-  for (int64_t i = first; i < first + count; ++i, ++out.count) {
-    const IndexEntry& entry = block.buffer.as<IndexEntry>()[i];
-    const std::byte* row = rows + i * table.row_stride_;
-    out.keys[out.count] = entry.key;
-    out.scores[out.count] = entry.score;
-    if (out.values) {
-      ActiveKernels().load_vector(row, table.options_.dim, table.options_.dtype,
-                                  out.values + out.count * table.options_.dim);
-    }
-    if (out.states) {
-      std::memcpy(out.states + out.count * table.state_width_, row + table.state_offset_,
-                  static_cast<size_t>(table.state_width_) * sizeof(float));
-    }
+  out.keys[out.count] = key;
+  out.scores[out.count] = score;
+  if (out.values) {
+    ActiveKernels().load_vector(row, table.options_.dim, table.options_.dtype,
+                                out.values + out.count * table.options_.dim);
   }
+  if (out.states) {
+    std::memcpy(out.states + out.count * table.state_width_, row + table.state_offset_,
+                static_cast<size_t>(table.state_width_) * sizeof(float));
+  }
+  ++out.count;
 }
 
 // Reads the next few slots. False when there are none.
@@ -128,6 +171,7 @@ bool Snapshot::Walk(Output& out, int64_t room) {
                             [&](Slot slot, const IndexEntry& entry) {
                               if (mark(slot).load(std::memory_order_relaxed) == kSettled) return;
                               mark(slot).store(kSettled, std::memory_order_relaxed);
+                              if (entry.score < out.min_score) return;
                               out.keys[out.count + n] = entry.key;
                               out.scores[out.count + n] = entry.score;
                               numbers[n++] = entry.row;
@@ -138,29 +182,178 @@ bool Snapshot::Walk(Output& out, int64_t room) {
   return true;
 }
 
-int64_t Snapshot::Read(int64_t max_rows, int64_t* keys, float* values, float* states,
-                       uint64_t* scores) {
+// ---- rows of the store ----
+
+void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
+                             const FetchedRows& below) {
+  for (Snapshot* at = this; at; at = at->older_) {
+    if (at->failed_.load(std::memory_order_relaxed) || at->all_preserved_) continue;
+    try {
+      for (const uint32_t i : absent) {
+        const int64_t place = at->below_->Find(keys[i]);
+        if (place >= 0 && at->below_->marked(place)) continue;
+        const FetchedRows::Row row = below.Find(keys[i]);
+        if (row.data) {
+          at->saved_->Add(i, keys[i], row.score, row.data, table_->stored_row_bytes());
+        } else if (place >= 0) {
+          throw InvalidState(table_->options_.store->Describe() + " has lost key " +
+                             std::to_string(keys[i]) + " while a snapshot was read");
+        }
+        if (place >= 0) {
+          at->below_->Mark(place);
+        } else {
+          at->below_->Add(keys[i], /*marked=*/true);
+          at->below_rows_ += row.data != nullptr;
+        }
+      }
+    } catch (...) {
+      at->Fail();
+    }
+  }
+}
+
+void Snapshot::Leave(int64_t key) {
+  for (Snapshot* at = this; at; at = at->older_) {
+    try {
+      const int64_t place = at->below_->Find(key);
+      if (place >= 0) {
+        at->below_->Mark(place);
+      } else {
+        at->below_->Add(key, /*marked=*/true);
+      }
+    } catch (...) {
+      at->Fail();
+    }
+  }
+}
+
+void Snapshot::PreserveStore() {
+  const Store& store = *table_->options_.store;
+  try {
+    const auto scanner = store.ScanKeys();
+    std::vector<int64_t> keys;
+    std::vector<uint32_t> absent;
+    std::vector<uint8_t> resident;
+    for (scanner->Next(kKeysPerHold, keys); !keys.empty(); scanner->Next(kKeysPerHold, keys)) {
+      resident.resize(keys.size());
+      table_->LockedResident(keys, resident.data());
+      absent.clear();
+      for (size_t i = 0; i < keys.size(); ++i) {
+        if (!resident[i]) absent.push_back(static_cast<uint32_t>(i));
+      }
+      PreserveBelow(keys.data(), absent,
+                    FetchedRows(store, keys.data(), absent, /*with_scores=*/true));
+    }
+  } catch (...) {
+    FailAll();
+  }
+  for (Snapshot* at = this; at; at = at->older_) at->all_preserved_ = true;
+}
+
+void Snapshot::List() {
+  std::lock_guard listing(list_mutex_);
+  if (listed_) return;
+  RethrowFailure();
+  const auto scanner = table_->options_.store->ScanKeys();
+  std::vector<int64_t> keys;
+  std::vector<uint8_t> resident;
+  for (scanner->Next(kKeysPerHold, keys); !keys.empty(); scanner->Next(kKeysPerHold, keys)) {
+    std::shared_lock guard(table_->lock_);
+    table_->RequireOpen();
+    if (all_preserved_) break;  // what is below now came later
+    resident.resize(keys.size());
+    table_->LockedResident(keys, resident.data());
+    std::lock_guard below_guard(below_mutex_);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (resident[i] || below_->Find(keys[i]) >= 0) continue;
+      below_->Add(keys[i], /*marked=*/false);
+      ++below_rows_;
+    }
+  }
+  listed_ = true;
+}
+
+int64_t Snapshot::rows() {
+  RethrowFailure();
+  List();
+  std::shared_lock guard(table_->lock_);
+  std::lock_guard below_guard(below_mutex_);
+  RethrowFailure();
+  return resident_rows_ + below_rows_;
+}
+
+// Reads a chunk of the listed keys. False when there are none.
+bool Snapshot::ReadBelow(Output& out, int64_t room) {
+  List();
+  std::vector<int64_t> keys;
+  {
+    std::shared_lock guard(table_->lock_);
+    table_->RequireOpen();
+    std::lock_guard below_guard(below_mutex_);
+    const int64_t most = std::min(room, kKeysPerHold);
+    for (; next_below_ < below_->size() && std::ssize(keys) < most; ++next_below_) {
+      if (!below_->marked(next_below_)) keys.push_back(below_->key(next_below_));
+    }
+  }
+  if (keys.empty()) return false;
+  std::vector<uint32_t> all(keys.size()), ours;
+  std::iota(all.begin(), all.end(), 0u);
+  const FetchedRows rows(*table_->options_.store, keys.data(), all, /*with_scores=*/true);
+  {
+    std::shared_lock guard(table_->lock_);
+    table_->RequireOpen();
+    std::lock_guard below_guard(below_mutex_);
+    for (const uint32_t i : all) {
+      const int64_t place = below_->Find(keys[i]);
+      if (below_->marked(place)) continue;  // saved meanwhile
+      below_->Mark(place);
+      ours.push_back(i);
+    }
+  }
+  for (const uint32_t i : ours) {
+    const FetchedRows::Row row = rows.Find(keys[i]);
+    if (!row.data) {
+      throw InvalidState(table_->options_.store->Describe() + " has lost key " +
+                         std::to_string(keys[i]) + " while a snapshot was read");
+    }
+    Emit(keys[i], row.score, row.data, out);
+  }
+  return true;
+}
+
+int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, float* values,
+                       float* states, uint64_t* scores) {
   if (max_rows < 1) {
     throw InvalidArgument("max_rows should be at least 1 but is: " + std::to_string(max_rows));
   }
-  Output out{keys, values, states, scores};
-  bool walked_all = false;
+  Output out{keys, values, states, scores, min_score};
+  bool walked = false, all_given = false;
   while (out.count < max_rows) {
+    RethrowFailure();
     {
       std::lock_guard guard(rest_mutex_);
       // Saved rows first, so that their memory is free again soon.
-      if (rest_first_ == rest_.count) {
-        rest_ = {};
-        rest_first_ = 0;
-        TakeSaved(rest_, /*full_only=*/!walked_all);
+      if (rest_->next == rest_->block.count()) {
+        *rest_ = {};
+        saved_->Take(rest_->block, /*full_only=*/!all_given);
       }
-      const int64_t n = std::min(rest_.count - rest_first_, max_rows - out.count);
-      Emit(rest_, rest_first_, n, out);
-      rest_first_ += n;
+      const int64_t n = std::min(rest_->block.count() - rest_->next, max_rows - out.count);
+      for (const int64_t end = rest_->next + n; rest_->next < end; ++rest_->next) {
+        Emit(rest_->block.key(rest_->next), rest_->block.score(rest_->next),
+             rest_->block.row(rest_->next), out);
+      }
       if (n > 0) continue;
     }
-    if (walked_all) break;
-    walked_all = !Walk(out, max_rows - out.count);
+    if (all_given) break;
+    if (!walked) {
+      walked = !Walk(out, max_rows - out.count);
+      continue;
+    }
+    try {
+      all_given = !table_->options_.store || !ReadBelow(out, max_rows - out.count);
+    } catch (...) {
+      Fail();  // what this thread was about to give is lost
+    }
   }
   return out.count;
 }

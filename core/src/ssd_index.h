@@ -64,13 +64,17 @@ class SsdIndex {
   // Removes a key if it is there.
   void Erase(int64_t key);
 
+  // A key stays in its partition.
+  static constexpr size_t kPartitions = 256;
+  template <typename Visit>
+  void ForEach(size_t partition, const Visit& visit) const {
+    for (const Entry& entry : partitions_[partition].places) {
+      if (entry.row != kNoRow) visit(entry);
+    }
+  }
   template <typename Visit>
   void ForEach(const Visit& visit) const {
-    for (const auto& partition : partitions_) {
-      for (const Entry& entry : partition.places) {
-        if (entry.row != kNoRow) visit(entry);
-      }
-    }
+    for (size_t partition = 0; partition < kPartitions; ++partition) ForEach(partition, visit);
   }
 
  private:
@@ -85,7 +89,7 @@ class SsdIndex {
   static Entry& FreePlace(Partition& partition, int64_t key);
   static void GrowPartition(Partition& partition);
 
-  std::array<Partition, 256> partitions_;
+  std::array<Partition, kPartitions> partitions_;
   int64_t size_ = 0;
 };
 

@@ -414,6 +414,36 @@ class SsdScanner final : public StoreScanner {
   size_t next_ = 0;
 };
 
+// Partition by partition of the index, so that no key is missed, in the order of the files.
+class SsdKeyScanner final : public KeyScanner {
+ public:
+  explicit SsdKeyScanner(const SsdStoreImpl& store) {
+    for (size_t partition = 0; partition < SsdIndex::kPartitions; ++partition) {
+      std::shared_lock guard(store.lock_);
+      store.RequireUsable();
+      store.index_.ForEach(partition, [&](const SsdIndex::Entry& entry) {
+        places_.emplace_back(entry.row, entry.key);
+      });
+    }
+    std::sort(places_.begin(), places_.end());
+  }
+
+  void Next(int64_t max_keys, std::vector<int64_t>& keys) override {
+    keys.clear();
+    for (; next_ < places_.size() && std::ssize(keys) < max_keys; ++next_) {
+      keys.push_back(places_[next_].second);
+    }
+  }
+
+ private:
+  std::vector<std::pair<uint32_t, int64_t>> places_;  // row and key
+  size_t next_ = 0;
+};
+
+std::unique_ptr<KeyScanner> SsdStoreImpl::ScanKeys() const {
+  return std::make_unique<SsdKeyScanner>(*this);
+}
+
 std::unique_ptr<StoreScanner> SsdStoreImpl::Scan() const {
   return std::make_unique<SsdScanner>(*this);
 }

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "embstore/checksum.h"
-#include "embstore/rw_lock.h"
+#include "embstore/fork_guard.h"
 #include "embstore/ssd_store.h"
 #include "ssd_files.h"
 #include "ssd_index.h"
@@ -90,6 +90,7 @@ class SsdStoreImpl final : public SsdStore {
   void Clear() override;
   void Flush() override;
   std::unique_ptr<StoreScanner> Scan() const override;
+  std::unique_ptr<KeyScanner> ScanKeys() const override;
   void Snapshot(const std::string& name) override;
   void LoadSnapshot(const std::string& name) override;
 
@@ -100,6 +101,7 @@ class SsdStoreImpl final : public SsdStore {
 
  private:
   friend class SsdScanner;
+  friend class SsdKeyScanner;
   enum class State : uint8_t { kFree, kInMemory, kWritten };
   struct Segment {
     uint32_t live = 0;       // rows that the index names
@@ -190,7 +192,7 @@ class SsdStoreImpl final : public SsdStore {
   const SsdStoreOptions options_;
   const SsdLayout layout_;
   const pid_t process_;
-  mutable RwLock lock_;
+  mutable StoreLock lock_;
   std::unique_ptr<SsdFiles> files_;  // null once closed
   FileLock reading_;                 // of a store that only reads: the snapshot that it has loaded
   SsdIndex index_;

@@ -4,11 +4,12 @@
 #include <cstring>
 #include <mutex>
 #include <shared_mutex>
+#include <utility>
 
+#include "embstore/fork_guard.h"
 #include "embstore/key_index.h"
 #include "embstore/parallel.h"
 #include "embstore/row_heap.h"
-#include "embstore/rw_lock.h"
 
 namespace embstore {
 
@@ -32,6 +33,19 @@ void Store::PutScattered(std::span<const int64_t> keys, const std::byte* const* 
     std::memcpy(together.as<std::byte>() + i * bytes, rows[i], bytes);
   }
   Put(keys, together.as<std::byte>(), scores);
+}
+
+std::unique_ptr<KeyScanner> Store::ScanKeys() const {
+  struct Scanner final : KeyScanner {
+    explicit Scanner(const Store& store) : rows(store.Scan()) {}
+    void Next(int64_t max_keys, std::vector<int64_t>& keys) override {
+      rows->Next(max_keys, block);
+      keys.swap(block.keys);
+    }
+    std::unique_ptr<StoreScanner> rows;
+    StoredRows block;
+  };
+  return std::make_unique<Scanner>(*this);
 }
 
 void Store::Snapshot(const std::string& name) {
@@ -140,23 +154,45 @@ class MemoryStore final : public Store {
     ++layout_;
   }
 
+  // By the numbers of rows, which stay when the index grows, from behind the newest row around to
+  // it: the oldest come first where rows leave in the order of a walk. Numbers that are new are
+  // left out: a walk beside many puts would never be over.
   std::unique_ptr<StoreScanner> Scan() const override {
     struct Scanner final : StoreScanner {
-      explicit Scanner(const MemoryStore& from) : store(from) {
-        std::shared_lock guard(store.lock_);
-        layout = store.layout_;
-      }
+      explicit Scanner(const MemoryStore& from) : store(from), walk(from.Begin()) {}
       void Next(int64_t max_rows, StoredRows& block) override {
-        store.Copy(next, layout, max_rows, block);
+        block = {};
+        store.Walk(walk, max_rows, [&](int64_t key, Slot slot, Row row) {
+          block.keys.push_back(key);
+          block.scores.push_back(store.index_.score(slot));
+          const std::byte* data = store.rows_.at(row);
+          block.rows.insert(block.rows.end(), data, data + store.row_bytes());
+        });
       }
       const MemoryStore& store;
-      uint64_t layout;
-      int64_t next = 0;
+      Range walk;
+    };
+    return std::make_unique<Scanner>(*this);
+  }
+
+  std::unique_ptr<KeyScanner> ScanKeys() const override {
+    struct Scanner final : KeyScanner {
+      explicit Scanner(const MemoryStore& from) : store(from), walk(from.Begin()) {}
+      void Next(int64_t max_keys, std::vector<int64_t>& keys) override {
+        keys.clear();
+        store.Walk(walk, max_keys, [&](int64_t key, Slot, Row) { keys.push_back(key); });
+      }
+      const MemoryStore& store;
+      Range walk;
     };
     return std::make_unique<Scanner>(*this);
   }
 
  private:
+  struct Range {
+    int64_t next, left, end;
+  };
+
   void PrefetchRow(Row row) const {
     if (row == kMissingRow) return;
     for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(rows_.at(row) + byte);
@@ -182,6 +218,7 @@ class MemoryStore final : public Store {
     const auto n = static_cast<int64_t>(keys.size());
     rows_.Require(std::min(index_.size() + n, index_.max_capacity()),
                   "growing a memory store to " + std::to_string(index_.size() + n) + " rows");
+    keys_.resize(static_cast<size_t>(rows_.used() + n));
     places_.resize(keys.size());
     ActiveKernels().find(index_.view(), keys.data(), n, places_.data(), numbers_.data(),
                          ScoreUpdate::kKeep, 0);
@@ -201,9 +238,12 @@ class MemoryStore final : public Store {
     KeyIndex::Insertion place = index_.FindOrInsert(key, score);
     for (; place.slot == kNoSlot; place = index_.FindOrInsert(key, score)) Grow();
     if (place.inserted) {
+      const Row row = rows_.Next(0);
       index_.AddSize(1);
-      index_.set_row(place.slot, rows_.Next(0));
+      index_.set_row(place.slot, row);
       rows_.Take(1);
+      keys_[static_cast<size_t>(row)] = key;
+      newest_ = row;
     }
     return place.slot;
   }
@@ -249,24 +289,34 @@ class MemoryStore final : public Store {
     ++layout_;
   }
 
-  void Copy(int64_t& next, uint64_t layout, int64_t max_rows, StoredRows& block) const {
+  Range Begin() const {
     std::shared_lock guard(lock_);
-    if (layout != layout_) throw InvalidState(Describe() + " was grown or cleared during a scan");
-    block = {};
-    for (; next < index_.slots() && std::ssize(block.keys) < max_rows; ++next) {
-      const auto slot = static_cast<Slot>(next);
-      if (!index_.IsUsed(slot)) continue;
-      const IndexEntry entry = index_.entry(slot);
-      block.keys.push_back(entry.key);
-      block.scores.push_back(entry.score);
-      block.rows.insert(block.rows.end(), rows_.at(entry.row), rows_.at(entry.row) + row_bytes());
+    const int64_t end = rows_.used();
+    return {newest_ + 1 < end ? newest_ + 1 : 0, end, end};
+  }
+
+  // visit(key, slot, row) for the next rows in use, at most `most`.
+  template <typename Visit>
+  void Walk(Range& walk, int64_t most, const Visit& visit) const {
+    std::shared_lock guard(lock_);
+    auto& [next, left, end] = walk;
+    if (rows_.used() < end) left = 0;  // cleared
+    for (int64_t given = 0; left > 0 && given < most; --left) {
+      const auto row = static_cast<Row>(std::exchange(next, next + 1 == end ? 0 : next + 1));
+      const int64_t key = keys_[static_cast<size_t>(row)];
+      const Slot slot = index_.Find(key);
+      if (slot == kNoSlot || index_.row(slot) != row) continue;  // a free row
+      visit(key, slot, row);
+      ++given;
     }
   }
 
   const int64_t capacity_rows_;
-  mutable RwLock lock_;
+  mutable StoreLock lock_;
   KeyIndex index_;
   RowHeap rows_;
+  std::vector<int64_t> keys_;  // of each row in use
+  Row newest_ = -1;
   uint64_t layout_ = 0;  // changes when slots do
   // Of the running Put: slots as they were found, and rows.
   std::vector<Slot> places_;

@@ -3,12 +3,13 @@
 #include <time.h>
 
 #include <algorithm>
+#include <new>
 #include <shared_mutex>
 #include <string>
 #include <utility>
 
+#include "embstore/fork_guard.h"
 #include "embstore/snapshot.h"
-#include "fork_guard.h"
 
 namespace embstore {
 namespace {
@@ -77,7 +78,9 @@ SlotList::~SlotList() {
 }
 
 std::shared_ptr<Table> Table::Create(const TableOptions& options) {
-  return std::shared_ptr<Table>(new Table(Validated(options)));
+  std::shared_ptr<Table> table(new Table(Validated(options)));
+  ForkGuard::Add(table);
+  return table;
 }
 
 Table::Table(const TableOptions& options)
@@ -96,15 +99,28 @@ Table::Table(const TableOptions& options)
     dirty_.resize(static_cast<size_t>(index_->slots()), 0);
     options_.store->Attach();
   }
-  ForkGuard::Add(this);
 }
 
 Table::~Table() {
-  ForkGuard::Remove(this);
   if (index_ && options_.store) options_.store->Detach();
 }
 
+void Table::AfterForkInChild(bool whole) {
+  lock_.Renew();
+  // Who reads a snapshot, or fetches rows ahead, is a thread of the parent.
+  snapshot_ = nullptr;
+  prefetches_ = 0;
+  if (whole) return;
+  new (&lists_mutex_) std::mutex;
+  lost_in_fork_ = true;
+}
+
 void Table::RequireOpen() const {
+  if (lost_in_fork_) {
+    throw InvalidState("table '" + options_.name +
+                       "' cannot be used in this process: another thread was changing it when the "
+                       "process was forked");
+  }
   if (!index_) throw InvalidState("table '" + options_.name + "' is closed");
 }
 

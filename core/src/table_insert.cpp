@@ -134,6 +134,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const
 
 int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
                              uint64_t score, const FetchedRows& below, const float* initial) {
+  if (snapshot_ && options_.store) snapshot_->PreserveBelow(keys, missing, below);
   GrowFor(keys, missing);
   RequireRows(std::min(index_->size() + std::ssize(missing), index_->capacity()));
   InsertPass done;  // inserted: keys that have no row yet
@@ -178,6 +179,9 @@ int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const
     InsertPass more = Insert(keys, places, blocked, score, /*evict=*/true);
     done.inserted = std::move(more.inserted);
     blocked = std::move(more.blocked);
+    if (snapshot_ && options_.store) {
+      for (const Evicted& gone : more.evicted) snapshot_->Leave(gone.key);
+    }
     try {
       WriteBack(more.evicted);  // the last moment: rows are still those of the victims
     } catch (...) {

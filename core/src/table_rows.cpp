@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -167,8 +168,13 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
   }
-  // A row that is replaced as a whole need not be fetched.
+  // A row that is replaced as a whole need not be fetched, but for a snapshot.
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
+  if (whole && snapshot_) {
+    std::vector<int64_t> absent;
+    for (const uint32_t i : missing) absent.push_back(keys[i]);
+    PreserveBelow(absent);
+  }
   const int64_t refused = InsertMissing(keys.data(), list->places(), missing, batch.score,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
                                         values);  // cheaper than what they would begin with
@@ -198,9 +204,14 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   RequireOpen();
   int64_t only_below = 0;
   if (options_.store) {
-    only_below = CountOnlyBelow(keys);
+    const std::vector<int64_t> below = OnlyBelow(keys);
+    only_below = std::ssize(below);
+    PreserveBelow(below);
     options_.store->Erase(keys);  // first: if it fails, nothing has changed
     if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
+    if (changes_) {
+      for (const int64_t key : below) changes_->Remove(key);
+    }
   }
   NextStamp();
   int64_t erased = 0;
@@ -212,6 +223,7 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
       changes_->Unmark(slot);
       changes_->Remove(key);
     }
+    if (snapshot_ && options_.store) snapshot_->Leave(key);
     FreeSlot(slot);
     Stamp(slot);
     ++erased;
@@ -228,7 +240,7 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   return erased + only_below;
 }
 
-int64_t Table::CountOnlyBelow(std::span<const int64_t> keys) const {
+std::vector<int64_t> Table::OnlyBelow(std::span<const int64_t> keys) const {
   std::vector<int64_t> absent;
   for (int64_t key : keys) {
     if (index_->Find(key) == kNoSlot) absent.push_back(key);
@@ -237,20 +249,20 @@ int64_t Table::CountOnlyBelow(std::span<const int64_t> keys) const {
   absent.erase(std::unique(absent.begin(), absent.end()), absent.end());
   std::vector<uint8_t> below(absent.size());
   options_.store->Contains(absent, below.data());
-  return std::count(below.begin(), below.end(), uint8_t{1});
+  size_t kept = 0;
+  for (size_t i = 0; i < absent.size(); ++i) {
+    if (below[i]) absent[kept++] = absent[i];
+  }
+  absent.resize(kept);
+  return absent;
 }
 
 void Table::Clear() {
   std::unique_lock guard(lock_);
   RequireOpen();
-  const auto all = static_cast<Slot>(watched() ? index_->slots() : 0);
-  index_->VisitUsed(0, all, [&](Slot slot, const IndexEntry& entry) {
-    if (snapshot_) snapshot_->Preserve(slot);
-    if (changes_) changes_->Remove(entry.key);
-  });
-  if (changes_) changes_->UnmarkAll();
+  std::vector<int64_t> replaced = BeforeReplacement();
   if (options_.store) options_.store->Clear();
-  ForgetRows();
+  AfterReplacement(std::move(replaced));
 }
 
 void Table::SetOptimizer(const OptimizerOptions& optimizer) {
@@ -268,10 +280,13 @@ void Table::SetOptimizer(const OptimizerOptions& optimizer) {
   InitState(optimizer, options_.dim, after.data());
   options_.optimizer = optimizer;
   if (before == after) return;
-  for (Row row = 0; row < static_cast<Row>(rows_.used()); ++row) {  // free ones do not matter
-    if (!std::equal(before.begin(), before.end(), state_at(row))) continue;
-    std::copy(after.begin(), after.end(), state_at(row));
-  }
+  index_->VisitUsed(0, static_cast<Slot>(index_->slots()), [&](Slot slot, const IndexEntry& entry) {
+    float* state = state_at(entry.row);
+    if (!std::equal(before.begin(), before.end(), state)) return;
+    if (watched()) BeforeChange(slot);
+    if (tracks_dirty()) MarkDirty(slot);
+    std::copy(after.begin(), after.end(), state);
+  });
 }
 
 void Table::ForgetRows() {
@@ -412,8 +427,39 @@ Table::Changes Table::TakeChanges(bool with_states) {
   }
   std::sort(taken.removed.begin(), taken.removed.end());
   taken.removed.erase(std::unique(taken.removed.begin(), taken.removed.end()), taken.removed.end());
+  if (options_.store) TakeFromBelow(taken, with_states);
   changes_ = std::make_unique<ChangeSet>(index_->slots());
   return taken;
+}
+
+// What was evicted is not gone where there is a store: its row has changed, and is below.
+void Table::TakeFromBelow(Changes& taken, bool with_states) const {
+  std::vector<int64_t> gone;
+  constexpr size_t kKeysAtOnce = 16384;
+  for (size_t begin = 0; begin < taken.removed.size(); begin += kKeysAtOnce) {
+    const size_t n = std::min(kKeysAtOnce, taken.removed.size() - begin);
+    const std::span<const int64_t> keys{taken.removed.data() + begin, n};
+    std::vector<uint32_t> all(n);
+    std::iota(all.begin(), all.end(), 0u);
+    const FetchedRows below(*options_.store, keys.data(), all, /*with_scores=*/true);
+    for (const int64_t key : keys) {
+      const FetchedRows::Row row = below.Find(key);
+      if (!row.data) {
+        gone.push_back(key);
+        continue;
+      }
+      RowBlock& rows = taken.rows;
+      rows.keys.push_back(key);
+      rows.scores.push_back(row.score);
+      rows.values.resize(rows.values.size() + static_cast<size_t>(options_.dim));
+      ActiveKernels().load_vector(row.data, options_.dim, options_.dtype,
+                                  &rows.values[rows.values.size() - options_.dim]);
+      if (!with_states) continue;
+      const auto* state = reinterpret_cast<const float*>(row.data + state_offset_);
+      rows.states.insert(rows.states.end(), state, state + state_width_);
+    }
+  }
+  taken.removed = std::move(gone);
 }
 
 void Table::RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed) {
@@ -422,7 +468,11 @@ void Table::RestoreChanges(std::span<const int64_t> changed, std::span<const int
   if (!changes_) return;
   for (int64_t key : changed) {
     const Slot slot = index_->Find(key);
-    if (slot != kNoSlot) changes_->Mark(slot);
+    if (slot != kNoSlot) {
+      changes_->Mark(slot);
+    } else {
+      changes_->Remove(key);  // below, or gone since: the next TakeChanges looks
+    }
   }
   for (int64_t key : removed) changes_->Remove(key);
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "embstore/parallel.h"
+#include "embstore/snapshot.h"
 #include "embstore/table.h"
 #include "fetched_rows.h"
 
@@ -30,8 +31,9 @@ bool Table::MayExceedBudget() const {
 
 FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing) const {
   if (!options_.store || missing.empty()) return {};
-  // Every other strategy sets the score of a key that comes up.
-  return FetchedRows(*options_.store, keys, missing, /*with_scores=*/counts_occurrences());
+  // Every other strategy sets the score of a key that comes up, but a snapshot keeps the old one.
+  const bool with_scores = counts_occurrences() || snapshot_;
+  return FetchedRows(*options_.store, keys, missing, with_scores);
 }
 
 void Table::FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below,
@@ -44,7 +46,7 @@ void Table::FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below,
     return;
   }
   std::memcpy(rows_.at(row), fetched.data, static_cast<size_t>(stored_row_bytes()));
-  if (fetched.score) index_->set_score(slot, index_->score(slot) + fetched.score);
+  if (counts_occurrences()) index_->set_score(slot, index_->score(slot) + fetched.score);
   std::atomic_ref<int64_t>(stats_.fetches).fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -146,7 +148,8 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
     failure = std::current_exception();
   }
   guard.lock();
-  const bool all_changed = contents != contents_;
+  // A snapshot that was taken meanwhile wants to know scores.
+  const bool all_changed = contents != contents_ || (snapshot_ && !below.has_scores());
   std::vector<uint32_t> current, stale;
   for (uint32_t i : missing) {
     if (index_) FindOne(keys[i], places.From(i));
@@ -198,8 +201,49 @@ void Table::LoadSnapshot(const std::string& name) {
   Store& store = RequireStore();
   std::unique_lock guard(lock_);
   RequireOpen();
+  std::vector<int64_t> replaced = BeforeReplacement();
   store.LoadSnapshot(name);
+  AfterReplacement(std::move(replaced));
+}
+
+void Table::PreserveBelow(std::span<const int64_t> keys) {
+  if (!snapshot_ || !options_.store || keys.empty()) return;
+  std::vector<uint32_t> all(keys.size());
+  std::iota(all.begin(), all.end(), 0u);
+  try {
+    snapshot_->PreserveBelow(keys.data(), all, Fetch(keys.data(), all));
+  } catch (...) {
+    snapshot_->FailAll();
+  }
+}
+
+std::vector<int64_t> Table::BeforeReplacement() {
+  std::vector<int64_t> replaced;
+  if (!watched()) return replaced;
+  index_->VisitUsed(0, static_cast<Slot>(index_->slots()), [&](Slot slot, const IndexEntry& entry) {
+    if (snapshot_) snapshot_->Preserve(slot);
+    if (changes_) replaced.push_back(entry.key);
+  });
+  if (!options_.store) return replaced;
+  if (snapshot_) snapshot_->PreserveStore();
+  if (changes_) AppendKeysBelow(replaced);
+  return replaced;
+}
+
+void Table::AfterReplacement(std::vector<int64_t> replaced) {
   ForgetRows();
+  if (!changes_) return;
+  changes_->UnmarkAll();
+  if (options_.store) AppendKeysBelow(replaced);  // what came instead
+  for (const int64_t key : replaced) changes_->Remove(key);
+}
+
+void Table::AppendKeysBelow(std::vector<int64_t>& keys) const {
+  const auto scanner = options_.store->ScanKeys();
+  std::vector<int64_t> block;
+  for (scanner->Next(kRowsPerPut, block); !block.empty(); scanner->Next(kRowsPerPut, block)) {
+    keys.insert(keys.end(), block.begin(), block.end());
+  }
 }
 
 }  // namespace embstore

@@ -3,14 +3,16 @@
 // Every row of the upper counts as changed, since only what was put is there: what is read from the
 // lower stays there. A row that is in both is current in the upper.
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "embstore/rw_lock.h"
+#include "embstore/fork_guard.h"
 #include "embstore/store.h"
+#include "key_list.h"
 
 namespace embstore {
 namespace {
@@ -58,7 +60,6 @@ class TieredStore final : public Store {
       std::vector<uint8_t> found(block.keys.size());
       lower_->Contains(block.keys, found.data());
       both += std::count(found.begin(), found.end(), uint8_t{1});
-      return true;
     });
     return upper_->size() + lower_->size() - both;
   }
@@ -131,23 +132,46 @@ class TieredStore final : public Store {
     upper_->Clear();
   }
 
-  std::unique_ptr<StoreScanner> Scan() const override {
-    // The upper tier first, then what is only below.
-    struct Scanner final : StoreScanner {
-      explicit Scanner(const TieredStore& from)
-          : tiers(from), upper(from.upper_->Scan()), lower(from.lower_->Scan()) {}
-      void Next(int64_t max_rows, StoredRows& block) override {
+  // Rows move from the upper tier to the lower, never up. So the lower is walked over once the
+  // upper is done: a key that was missed above, since it moved, is met below.
+  std::unique_ptr<KeyScanner> ScanKeys() const override {
+    struct Scanner final : KeyScanner {
+      explicit Scanner(const TieredStore& from) : tiers(from), upper(from.upper_->ScanKeys()) {}
+      void Next(int64_t max_keys, std::vector<int64_t>& keys) override {
         if (upper) {
-          upper->Next(max_rows, block);
-          if (!block.keys.empty()) return;
+          upper->Next(max_keys, keys);
+          if (!keys.empty()) return;
           upper.reset();
         }
-        do {
-          lower->Next(max_rows, block);
-        } while (!block.keys.empty() && !tiers.KeepOnlyBelow(block));
+        if (!lower) lower = tiers.lower_->ScanKeys();
+        lower->Next(max_keys, keys);
       }
       const TieredStore& tiers;
-      std::unique_ptr<StoreScanner> upper, lower;
+      std::unique_ptr<KeyScanner> upper, lower;
+    };
+    return std::make_unique<Scanner>(*this);
+  }
+
+  // Keys that are in both tiers come twice, so those that came are remembered.
+  std::unique_ptr<StoreScanner> Scan() const override {
+    struct Scanner final : StoreScanner {
+      explicit Scanner(const TieredStore& from) : tiers(from), keys(from.ScanKeys()) {}
+      void Next(int64_t max_rows, StoredRows& block) override {
+        do {
+          block = {};
+          keys->Next(max_rows, coming);
+          for (const int64_t key : coming) {
+            if (given.Find(key) >= 0) continue;
+            given.Add(key, /*marked=*/false);
+            block.keys.push_back(key);
+          }
+          tiers.GetFound(block);
+        } while (block.keys.empty() && !coming.empty());
+      }
+      const TieredStore& tiers;
+      std::unique_ptr<KeyScanner> keys;
+      std::vector<int64_t> coming;
+      KeyList given;
     };
     return std::make_unique<Scanner>(*this);
   }
@@ -166,55 +190,59 @@ class TieredStore final : public Store {
   static void ForBlocks(const Store& store, const Visit& visit) {
     const auto scanner = store.Scan();
     StoredRows block;
-    do {
-      scanner->Next(kRowsAtOnce, block);
-    } while (!block.keys.empty() && visit(block));
+    for (scanner->Next(kRowsAtOnce, block); !block.keys.empty();
+         scanner->Next(kRowsAtOnce, block)) {
+      visit(block);
+    }
   }
 
-  // Removes from the block what the upper tier has; whether anything is left.
-  bool KeepOnlyBelow(StoredRows& block) const {
-    std::vector<uint8_t> above(block.keys.size());
-    upper_->Contains(block.keys, above.data());
+  // Rows and scores of the keys of the block; keys that are gone are taken out of it.
+  void GetFound(StoredRows& block) const {
     const auto bytes = static_cast<size_t>(row_bytes());
+    std::vector<uint8_t> found(block.keys.size());
+    block.rows.resize(found.size() * bytes);
+    block.scores.resize(found.size());
+    Get(block.keys, block.rows.data(), block.scores.data(), found.data());
     size_t kept = 0;
-    for (size_t i = 0; i < above.size(); ++i) {
-      if (above[i]) continue;
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (!found[i]) continue;
       block.keys[kept] = block.keys[i];
       block.scores[kept] = block.scores[i];
-      std::copy_n(block.rows.data() + i * bytes, bytes, block.rows.data() + kept * bytes);
+      if (kept != i) std::memcpy(&block.rows[kept * bytes], &block.rows[i * bytes], bytes);
       ++kept;
     }
     block.keys.resize(kept);
     block.scores.resize(kept);
     block.rows.resize(kept * bytes);
-    return kept > 0;
   }
 
   void CopyDown() {
     ForBlocks(*upper_, [&](const StoredRows& block) {
       lower_->Put(block.keys, block.rows.data(), block.scores.data());
-      return true;
     });
   }
 
-  // Moves rows down in the order in which the upper tier walks over them: an SSD store walks over
-  // its older files first.
+  // Moves rows down in the order in which the upper tier walks over them: older ones first.
   void MakeRoom(int64_t coming) {
     int64_t excess = upper_->size() + coming - upper_rows_;
     if (excess <= 0) return;
     excess += upper_rows_ / 16;  // not again at the very next Put
     std::vector<int64_t> moved;
-    ForBlocks(*upper_, [&](const StoredRows& block) {
+    const auto scanner = upper_->Scan();
+    StoredRows block;
+    while (std::ssize(moved) < excess) {
+      scanner->Next(std::min(kRowsAtOnce, excess - std::ssize(moved)), block);
+      if (block.keys.empty()) break;
       lower_->Put(block.keys, block.rows.data(), block.scores.data());
       moved.insert(moved.end(), block.keys.begin(), block.keys.end());
-      return static_cast<int64_t>(moved.size()) < excess;
-    });
+    }
+    std::reverse(moved.begin(), moved.end());  // so that their places are taken in the same order
     upper_->Erase(moved);
   }
 
   std::shared_ptr<Store> upper_, lower_;
   const int64_t upper_rows_;
-  mutable RwLock lock_;
+  mutable StoreLock lock_;
 };
 
 }  // namespace

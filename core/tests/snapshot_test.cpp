@@ -30,7 +30,7 @@ void ReadAll(Snapshot& snapshot, std::map<int64_t, RowValues>& rows, std::mutex&
   std::vector<float> values(kRows * dim), states(kRows * width);
   std::vector<uint64_t> scores(kRows);
   while (const int64_t n =
-             snapshot.Read(kRows, keys.data(), values.data(), states.data(), scores.data())) {
+             snapshot.Read(kRows, 0, keys.data(), values.data(), states.data(), scores.data())) {
     std::lock_guard guard(mutex);
     for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
       RowValues row;
@@ -40,6 +40,13 @@ void ReadAll(Snapshot& snapshot, std::map<int64_t, RowValues>& rows, std::mutex&
       CHECK(rows.emplace(keys[i], row).second);  // no row is given twice
     }
   }
+}
+
+std::map<int64_t, RowValues> Rest(Snapshot& snapshot) {
+  std::map<int64_t, RowValues> rows;
+  std::mutex mutex;
+  ReadAll(snapshot, rows, mutex);
+  return rows;
 }
 
 TEST(Two threads read a snapshot while others train grow and erase) {
@@ -69,20 +76,23 @@ TEST(Two threads read a snapshot while others train grow and erase) {
   }
 }
 
-TEST(A table has one snapshot at a time) {
+TEST(Snapshots of a table hold the moments at which they were taken) {
   const auto table = Table::Create(GrowingTable());
-  {
-    Snapshot snapshot(table);
-    bool refused = false;
-    try {
-      Snapshot another(table);
-    } catch (const InvalidState&) {
-      refused = true;
-    }
-    CHECK(refused);
+  std::vector<std::map<int64_t, RowValues>> before;
+  std::vector<std::unique_ptr<Snapshot>> snapshots;
+  for (uint64_t step = 0; step < 5; ++step) {
+    const std::vector<int64_t> keys = RandomKeys(500, 2000, step);
+    LookUpOne(table, keys);
+    const std::vector<float> values(keys.size() * 5, static_cast<float>(step));
+    table->Assign(keys, values.data(), nullptr, nullptr);
+    before.push_back(AllRows(*table));
+    snapshots.push_back(std::make_unique<Snapshot>(table));
+    if (step == 3) snapshots[1].reset();
   }
-  Snapshot again(table);
-  CHECK_EQ(again.rows(), 0);
+  table->Clear();
+  for (size_t i = 0; i < snapshots.size(); ++i) {
+    if (snapshots[i]) CHECK(Rest(*snapshots[i]) == before[i]);
+  }
 }
 
 TEST(Changes are the rows that were touched and the keys that are gone) {

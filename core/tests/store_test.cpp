@@ -58,6 +58,24 @@ TEST(Two tiers hold what a map holds and the upper keeps its bound) {
   }
 }
 
+TEST(The rows that came first leave the upper tier first) {
+  const auto upper = MakeMemoryStore(8, 0), lower = MakeMemoryStore(8, 0);
+  const auto tiers = MakeTieredStore(upper, lower, 160);
+  Oracle oracle;
+  for (int64_t key = 0; key < 2000; key += 10) {
+    std::vector<int64_t> keys;
+    for (int64_t i = key; i < key + 10; ++i) keys.push_back(i);
+    PutAll(*tiers, keys, static_cast<uint64_t>(key + 1), oracle);
+    std::vector<uint8_t> above(keys.size());
+    for (int64_t& older : keys) older -= 100;
+    upper->Contains(keys, above.data());
+    if (key >= 100) CHECK(above == std::vector<uint8_t>(keys.size(), 1));
+    for (int64_t& older : keys) older -= 100;
+    upper->Contains(keys, above.data());
+    CHECK(above == std::vector<uint8_t>(keys.size(), 0));
+  }
+}
+
 TEST(Three tiers end on disk and come back with a snapshot) {
   const TemporaryDirectory directory;
   Oracle oracle, later;
@@ -79,7 +97,7 @@ TEST(Three tiers end on disk and come back with a snapshot) {
 }
 
 TEST(A tier that fails below loses nothing above) {
-  const auto upper = MakeMemoryStore(8, 0), lower = MakeMemoryStore(8, 10);
+  const auto upper = MakeMemoryStore(8, 0), lower = MakeMemoryStore(8, 1);
   const auto tiers = MakeTieredStore(upper, lower, 20);
   Oracle oracle;
   std::vector<int64_t> keys(20);

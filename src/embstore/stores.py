@@ -38,9 +38,10 @@ def row_bytes(dim: int, optimizer: Optimizer | None = None, dtype: DType = DType
 class Store:
     """Base of stores written in Python: implement `get`, `put`, `erase`, `scan` and `__len__`.
 
-    The engine calls these methods with the GIL held, from whatever thread needs rows, while it holds the lock
-    of the table: a method must not use that table. Arrays that it gets are its own to keep. An exception in
-    `get` or `put` reaches the caller of the table, which loses no row by it.
+    The engine calls these methods with the GIL held, from whatever thread needs rows, mostly while it holds
+    the lock of the table: a method must not use that table. Look-ahead and dumps call `get`, `scan` and
+    `scan_keys` while other threads put and erase. Arrays that a method gets are its own to keep. An exception
+    in `get` or `put` reaches the caller of the table, which loses no row by it.
     """
 
     def __init__(self, row_bytes: int) -> None:
@@ -61,13 +62,19 @@ class Store:
         raise NotImplementedError(f"{type(self).__name__} should implement erase")
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
-        """All rows in blocks, each key once."""
+        """All rows in blocks, each key once. Rows may be put and erased meanwhile, between two blocks: what
+        was here from the first block to the last must come, the rest may."""
         raise NotImplementedError(f"{type(self).__name__} should implement scan")
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} should implement __len__")
 
     # ---- to be implemented where there is something better, or more, to do
+
+    def scan_keys(self) -> Iterator[KeyArray]:
+        """All keys in blocks. Keys that nobody puts or erases meanwhile come at least once."""
+        for keys, _, _ in self.scan():
+            yield keys
 
     def contains(self, keys: KeyArray) -> FoundArray:
         """Which keys are here."""

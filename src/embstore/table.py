@@ -20,7 +20,7 @@ from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.optimizers import Optimizer
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
-from embstore.stores import Store, scan_handle
+from embstore.stores import Store
 
 
 @dataclass(frozen=True)
@@ -327,28 +327,40 @@ class Table:
     ) -> Iterator[Rows]:
         """All rows whose score is at least min_score, in blocks. What is left out has no rows.
 
-        Over a store, the rows in memory come first and then those that are only below.
-        Raises RuntimeError when the table is grown, cleared or written back in between.
+        They are the rows at the call, of the table and of the store below it, whatever happens to them while
+        the blocks are read. Until the iterator is done or dropped, rows that change are copied first.
         """
         block_rows = as_integer(block_rows, 1, (1 << 63) - 1, "block_rows")
         min_score = as_integer(min_score, 0, (1 << 64) - 1, "min_score")
-        yield from self.resident(
-            min_score=min_score, block_rows=block_rows, with_values=with_values, with_states=with_states
-        )
-        if self._store_handle is None:
-            return
-        for keys, raw, scores in scan_handle(self._store_handle, block_rows):
-            resident = np.empty(len(keys), np.uint8)
-            self._core.resident(address(keys), len(keys), address(resident))
-            wanted = (resident == 0) & (scores >= min_score)
-            if wanted.any():
-                values, states = self._unpack(raw[wanted])
-                yield Rows(
-                    keys[wanted],
-                    values if with_values else values[:0],
-                    states if with_states else states[:0],
-                    scores[wanted],
-                )
+        return self._blocks(self.snapshot(), min_score, block_rows, with_values, with_states)
+
+    def _blocks(
+        self,
+        snapshot: _core.Snapshot,
+        min_score: int,
+        block_rows: int,
+        with_values: bool,
+        with_states: bool,
+    ) -> Iterator[Rows]:
+        n = min(block_rows, max(snapshot.rows, 1))
+        last = False
+        while not last:
+            rows = Rows(
+                np.empty(n, np.int64),
+                empty_floats(n if with_values else 0, self.dim),
+                empty_floats(n if with_states else 0, self.state_width),
+                np.empty(n, np.uint64),
+            )
+            got = snapshot.read(
+                n,
+                address(rows.keys),
+                address(rows.values) if with_values else 0,
+                address(rows.states) if with_states and self.state_width else 0,
+                address(rows.scores),
+                min_score,
+            )
+            last = got < n
+            yield Rows(rows.keys[:got], rows.values[:got], rows.states[:got], rows.scores[:got])
 
     def resident(
         self,
@@ -358,22 +370,13 @@ class Table:
         with_values: bool = True,
         with_states: bool = True,
     ) -> Iterator[Rows]:
-        """`export` of the rows in memory alone."""
+        """Like `export`, of the rows in memory alone. Raises RuntimeError when the table grows, is cleared or
+        evicts rows to a store meanwhile."""
         cursor = _core.Cursor()
         while cursor.next >= 0:
             rows = Rows(*self._core.export(cursor, block_rows, min_score, with_values, with_states))
             if len(rows) or cursor.next < 0:
                 yield rows
-
-    def _unpack(self, rows: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Values and states of rows as a store keeps them."""
-        at = rows.shape[1] - 4 * self.state_width
-        states = np.ascontiguousarray(rows[:, at:]).view(np.float32).reshape(len(rows), self.state_width)
-        raw = np.ascontiguousarray(rows[:, : self.dim * (4 if self.options.dtype == DType.FLOAT32 else 2)])
-        if self.options.dtype == DType.BFLOAT16:
-            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32), states
-        kind = np.float32 if self.options.dtype == DType.FLOAT32 else np.float16
-        return raw.view(kind).astype(np.float32), states
 
     def rows(self, *, min_score: int = 0) -> Rows:
         """`export` in one piece, sorted by key."""
@@ -382,7 +385,7 @@ class Table:
         return Rows(whole.keys[order], whole.values[order], whole.states[order], whole.scores[order])
 
     def snapshot(self) -> _core.Snapshot:
-        """The rows as they are now, to be read while the table is trained on. One at a time."""
+        """The rows as they are now, to be read while the table is trained on."""
         return _core.Snapshot(self._core)
 
     def track_changes(self, on: bool = True) -> None:

@@ -194,10 +194,23 @@ def test_the_log_holds_what_was_evicted(log):
     assert len(table.evictions()) == 0 and table.stats().evictions == 10
 
 
-def test_an_export_says_that_the_table_was_grown_under_it():
+def test_an_export_is_the_state_at_the_call_though_the_table_grows_and_is_cleared():
     table = small_table(1, max_capacity=4096)
     table.find_or_insert(np.arange(100))
-    blocks = table.export(block_rows=10)
+    blocks, selected = table.export(block_rows=10), table.export(min_score=2, with_states=False)
+    assert len(next(blocks)) == 10
+    table.reserve(4000)
+    table.find_or_insert(np.arange(50, 3000))
+    table.clear()
+    rest = embstore.Rows.concatenate(list(blocks))
+    assert len(rest) == 90 and (rest.scores == 1).all() and (rest.keys < 100).all()
+    assert sum(len(block) for block in selected) == 0
+
+
+def test_rows_in_memory_alone_are_not_read_while_the_table_grows():
+    table = small_table(1, max_capacity=4096)
+    table.find_or_insert(np.arange(100))
+    blocks = table.resident(block_rows=10)
     assert len(next(blocks)) == 10
     table.reserve(4000)
     with pytest.raises(RuntimeError, match="grown or cleared"):

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <pthread.h>
+#include <time.h>
+
+#include <chrono>
 
 namespace embstore {
 
@@ -18,6 +21,15 @@ class RwLock {
   void unlock() { pthread_rwlock_unlock(&lock_); }
   void lock_shared() { pthread_rwlock_rdlock(&lock_); }
   void unlock_shared() { pthread_rwlock_unlock(&lock_); }
+
+  // False when it could not be had by then.
+  bool TryLockUntil(std::chrono::steady_clock::time_point deadline) {
+    const auto wait = deadline - std::chrono::steady_clock::now();
+    const auto until = (std::chrono::system_clock::now() + wait).time_since_epoch();
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(until);
+    const timespec at{seconds.count(), std::chrono::nanoseconds(until - seconds).count()};
+    return pthread_rwlock_timedwrlock(&lock_, &at) == 0;
+  }
 
   // In the child of a fork: whoever held it or waited for it is not there.
   void Renew() { Init(); }

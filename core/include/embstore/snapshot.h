@@ -1,4 +1,5 @@
-// Snapshot: the rows of a table as they were at one moment, read while the table is trained on.
+// Snapshot: the rows of a table, and of the store below it, as they were at one moment, read while
+// the table is trained on.
 //
 // Copy before write: a call that is about to change a row which nobody has read yet saves the row
 // first, once. So taking a snapshot costs no copy, and training pays for the rows it touches only.
@@ -6,81 +7,122 @@
 //     slots   0 ........ next ............ capacity
 //             read       not read yet: whoever changes a row saves it (key, score, vector, state)
 //
-// Thread safety: Read may be called by several threads; each row is given to one of them. Preserve
-// is called by whoever holds the table's lock, from several of its threads.
+// Rows that are only below are listed by key and then read in chunks, both without the table's
+// lock. A row that changes hands (it comes up, or is erased) is saved as it was below, and its key
+// is marked; so is the key of a row that is evicted. A key that is neither marked nor in the table
+// has the row it had at that moment.
+//
+// Saved rows take up to memory_bytes; the rest goes to a temporary file (see saved_rows.h). A
+// snapshot that cannot save a row fails: Read and rows() throw the error, training goes on.
+//
+// Thread safety: rows and Read may be called by several threads; each row is given to one of them.
+// Preserve is called by whoever holds the table's lock, from several of its threads; the other
+// methods for Table by one thread that holds it alone.
 //
 // Invariants
-//  1. settled[slot] == kSettled  <=>  the row is saved, read, or younger than the snapshot.
+//  1. mark(slot) == kSettled  <=>  the row is saved, read, or younger than the snapshot.
 //  2. Every row is given out once; all of them are rows() in number, whatever happens to the table.
 //  3. Growth moves keys to higher slots only, with their mark, so a reader never misses one.
+//  4. A key is marked in below_ if its row was saved from below, read, or has been in the table
+//     since the snapshot and left it.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
-#include <vector>
+#include <span>
+#include <string>
 
 #include "embstore/memory.h"
 #include "embstore/types.h"
 
 namespace embstore {
 
+class FetchedRows;
+class KeyList;
+class SavedRows;
 class Table;
 
 class Snapshot {
  public:
-  // One at a time for a table: throws InvalidState while another lives.
-  explicit Snapshot(std::shared_ptr<Table> table);
+  static constexpr int64_t kMemoryBytes = int64_t{256} << 20;
+
+  // A table may have several.
+  explicit Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes = kMemoryBytes);
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
   Table& table() const { return *table_; }
-  int64_t rows() const { return rows_; }
+  // How many rows there are in all. Over a store the first call lists its keys.
+  int64_t rows();
 
-  // Up to max_rows further rows; values (n, dim) and states (n, state width) are float32 and may be
-  // null. Returns how many; 0 when no row is left for this thread. Holds the lock of the table for
-  // short whiles only. Throws InvalidState when the table was closed.
-  int64_t Read(int64_t max_rows, int64_t* keys, float* values, float* states, uint64_t* scores);
+  // Up to max_rows further rows whose score is at least min_score; values (n, dim) and states (n,
+  // state width) are float32 and may be null. Returns how many; 0 when no row is left for this
+  // thread. Holds the lock of the table for short whiles only. Throws InvalidState when the table
+  // was closed, and what the store throws.
+  int64_t Read(int64_t max_rows, uint64_t min_score, int64_t* keys, float* values, float* states,
+               uint64_t* scores);
 
-  // ---- for Table; the caller holds its lock ----
+  // ---- for Table, which calls the newest; each passes the call on to the one before it ----
   void Preserve(Slot slot);
+  // keys[i] for i of `absent` are about to come up or to be erased; `below` has the rows of those
+  // that are below, with scores.
+  void PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
+                     const FetchedRows& below);
+  void PreserveStore();  // everything below is about to go
+  void Leave(int64_t key);
+  void FailAll();  // with the current exception
   void Prefetch(Slot slot) const {
     if (slot >= 0) __builtin_prefetch(marks_.data() + slot, 1);
   }
-  void Skip(Slot slot) { mark(slot).store(kSettled, std::memory_order_relaxed); }
-  void Grow(int64_t capacity) { marks_.Grow(static_cast<size_t>(capacity)); }
+  void Skip(Slot slot);
+  void Grow(int64_t capacity);
   void Move(Slot from, Slot to);
 
  private:
   enum : uint8_t { kUnread = 0, kSaving = 1, kSettled = 2 };
-  struct Saved {  // rows as they lie in memory, after their entries
-    PooledBuffer buffer;
-    int64_t count = 0;
-  };
-  struct Shard {
-    std::mutex mutex;
-    std::vector<Saved> blocks;
-  };
   struct Output;
-  static constexpr int64_t kShards = 8;
+  struct Rest;
 
   std::atomic_ref<uint8_t> mark(Slot slot) {
     return std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[slot]);
   }
-  bool TakeSaved(Saved& block, bool full_only);
-  void Emit(const Saved& block, int64_t first, int64_t count, Output& out) const;
+  void Save(Slot slot);
+  void Fail();
+  void List();
+  void RethrowFailure();
   bool Walk(Output& out, int64_t room);
+  bool ReadBelow(Output& out, int64_t room);
+  void Emit(int64_t key, uint64_t score, const std::byte* row, Output& out) const;
 
+  const pid_t process_;
   std::shared_ptr<Table> table_;
-  int64_t rows_ = 0, rows_per_block_ = 0;
+  Snapshot* older_ = nullptr;  // of the same table
+  int64_t resident_rows_ = 0;
   HugeBuffer marks_;  // one byte a slot
   std::atomic<int64_t> next_{0};
-  Shard shards_[kShards];
+  std::unique_ptr<SavedRows> saved_;
   std::mutex rest_mutex_;
-  Saved rest_;  // a saved block that did not fit the last output
-  int64_t rest_first_ = 0;
+  std::unique_ptr<Rest> rest_;  // a saved block that did not fit the last output
+
+  // Keys that are, or were, below: used under the table's lock, and under below_mutex_ where that
+  // is shared.
+  std::mutex below_mutex_;
+  std::unique_ptr<KeyList> below_;
+  int64_t below_rows_ = 0, next_below_ = 0;
+  bool all_preserved_ = false;  // by PreserveStore; guarded by the table's lock
+  std::mutex list_mutex_;  // held by the thread that lists, which may wait for the table's lock
+  bool listed_ = false;
+
+  std::atomic<bool> failed_{false};
+  std::mutex failure_mutex_;
+  std::exception_ptr failure_;  // until it was thrown
+  std::string reason_;
 };
 
 }  // namespace embstore

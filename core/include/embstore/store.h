@@ -10,7 +10,7 @@
 // table's own lock is not, since every call of the binding gives the GIL up first.
 //
 // Failures are exceptions. What a store must promise for "nothing is lost":
-//  1. Get, Contains and Scan change nothing.
+//  1. Get, Contains, Scan and ScanKeys change nothing.
 //  2. A Put that throws may have stored some of its rows, but loses none that was there before.
 //  3. What Put took is found by Get from then on, in this process, until it is erased.
 //  4. After Flush it is found by whoever opens the store next, where the store outlives a process
@@ -41,8 +41,18 @@ class StoreScanner {
  public:
   virtual ~StoreScanner() = default;
   // Replaces `block` with the next rows, at most about max_rows; no rows: the walk is over.
-  // Rows that stay untouched during the walk come exactly once.
+  // Rows that nobody puts or erases during the walk come exactly once, even where the store itself
+  // moves them.
   virtual void Next(int64_t max_rows, StoredRows& block) = 0;
+};
+
+// A walk over the keys alone.
+class KeyScanner {
+ public:
+  virtual ~KeyScanner() = default;
+  // Replaces `keys` with the next ones, at most about max_keys; none: the walk is over.
+  // Keys that nobody puts or erases during the walk come at least once.
+  virtual void Next(int64_t max_keys, std::vector<int64_t>& keys) = 0;
 };
 
 class Store {
@@ -73,6 +83,8 @@ class Store {
   virtual void Clear() = 0;
   virtual void Flush() {}
   virtual std::unique_ptr<StoreScanner> Scan() const = 0;
+  // In an order in which Get is fast. The default is Scan without its rows.
+  virtual std::unique_ptr<KeyScanner> ScanKeys() const;
 
   // Names are one path component. The defaults throw InvalidState: this store keeps none.
   virtual void Snapshot(const std::string& name);

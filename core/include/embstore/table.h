@@ -188,7 +188,7 @@ class Table : public std::enable_shared_from_this<Table> {
     RowBlock rows;
     std::vector<int64_t> removed;
   };
-  Changes TakeChanges(bool with_states);
+  Changes TakeChanges(bool with_states);  // of rows in the table and in the store below it
   // Puts back what was taken but could not be used.
   void RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed);
 
@@ -295,7 +295,16 @@ class Table : public std::enable_shared_from_this<Table> {
   void WriteBackDirty();
   void ForgetRows();
   void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
-  int64_t CountOnlyBelow(std::span<const int64_t> keys) const;
+  // The distinct keys that are in the store and not in the table.
+  std::vector<int64_t> OnlyBelow(std::span<const int64_t> keys) const;
+  void TakeFromBelow(Changes& taken, bool with_states) const;
+  // Tells snapshots that the rows of these keys, which are only below, are about to change.
+  void PreserveBelow(std::span<const int64_t> keys);
+  // Around a call that replaces all rows, below too: tells whoever watches. The keys that were
+  // there go from the one to the other.
+  std::vector<int64_t> BeforeReplacement();
+  void AfterReplacement(std::vector<int64_t> replaced);
+  void AppendKeysBelow(std::vector<int64_t>& keys) const;
   Store& RequireStore() const;
   void StampPinned();
   void LogEvictions(std::span<Evicted> evicted);
@@ -311,11 +320,13 @@ class Table : public std::enable_shared_from_this<Table> {
   bool IsStamped(Slot slot) const { return stamps_[static_cast<size_t>(slot)] == stamp_; }
   void Stamp(Slot slot) { stamps_[static_cast<size_t>(slot)] = stamp_; }
   void NextStamp();
+  void AfterForkInChild(bool whole);  // whole: the fork had waited for the lock
 
   TableOptions options_;
   int64_t state_width_, state_offset_, row_stride_;
   Initializer initializer_;
   mutable RwLock lock_;
+  bool lost_in_fork_ = false;
   std::optional<KeyIndex> index_;  // empty once closed
   RowHeap rows_;
   std::optional<AdmissionFilter> admission_;
@@ -323,7 +334,7 @@ class Table : public std::enable_shared_from_this<Table> {
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
   RowBlock log_;
-  Snapshot* snapshot_ = nullptr;  // takes itself off when it ends
+  Snapshot* snapshot_ = nullptr;  // the newest; takes itself off when it ends
   std::unique_ptr<ChangeSet> changes_;
 
   // Registered lists. A mutex of its own, never held while anything else is waited for: a list may

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class Source:
 
     collection: str
     spec: TableSpec
-    rows: int
+    count: Callable[[], int]  # may take long: over a store it lists the keys
     read: Callable[[Rows], int]
     end: Callable[[], None] = lambda: None
     removed: npt.NDArray[np.int64] | None = None
@@ -37,14 +38,13 @@ class Source:
     def name(self) -> tuple[str, str]:
         return self.collection, self.spec.name
 
+    @cached_property
+    def rows(self) -> int:
+        return self.count()
+
 
 def table_source(collection: str, table: Table, optim: bool, ownership: Ownership) -> Source:
-    """The rows of a table as they are now, whatever happens to it later. Of a table over a store they are
-    read as they come, and a change in between raises."""
-    if table.store is not None:
-        count = sum(len(rows) for rows in table.export(with_values=False, with_states=False))
-        source = block_source(collection, TableSpec.of(table), count, table.export(), ownership=ownership)
-        return replace(source, admission=table.admission_counters())
+    """The rows of a table, and of the store below it, as they are now, whatever happens to them later."""
     snapshot: list[Any] = [table.snapshot()]
 
     def read(buffer: Rows) -> int:
@@ -61,7 +61,7 @@ def table_source(collection: str, table: Table, optim: bool, ownership: Ownershi
     return Source(
         collection,
         TableSpec.of(table),
-        snapshot[0].rows,
+        lambda: int(snapshot[0].rows),
         read,
         snapshot.clear,
         ownership=ownership,
@@ -98,7 +98,7 @@ def block_source(
                 rest.append(Rows(block.keys[n:], block.values[n:], block.states[n:], block.scores[n:]))
             return n
 
-    return Source(collection, spec, rows, read, removed=removed, ownership=ownership)
+    return Source(collection, spec, lambda: rows, read, removed=removed, ownership=ownership)
 
 
 def block_rows(spec: TableSpec) -> int:

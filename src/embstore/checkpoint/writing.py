@@ -1,7 +1,7 @@
 """Dumps are written here: by all ranks at once, each row range at its agreed offset.
 
-    call      snapshot of every table ── sizes of all ranks ── draft folder            (microseconds a table)
-    writer    rows ──► files at offsets ── fsync ── checksums of all ranks ── manifests ── rename
+    call      snapshot of every table ── draft folder                                  (microseconds a table)
+    writer    sizes of all ranks ── rows ──► files at offsets ── fsync ── checksums ── manifests ── rename
 
 The first half holds the caller, the second may run in a thread while training goes on.
 """
@@ -121,18 +121,15 @@ class DumpJob:
         self._written = 0
         self._progress: Progress | None = None
         self._between_blocks: Callable[[], None] | None = None
-        sizes: dict[int, list[tuple[int, int | None]]] = {}
         names: dict[int, list[tuple[str, str]]] = {}
         answers = ranks.agree(
-            lambda: (time.time_ns(), {r: [_size(s) for s in sources] for r, sources in parts.items()})
+            lambda: (time.time_ns(), {r: [s.name for s in sources] for r, sources in parts.items()})
         )
         self._taken_ns = answers[0][0]
         for _, answer in answers:
-            for rank, of_rank in answer.items():
-                names[rank] = [name for name, _, _ in of_rank]
-                sizes[rank] = [(rows, removed) for _, rows, removed in of_rank]
+            names |= answer
         self._sources = next(iter(parts.values()))
-        self._sizes = sizes
+        self._sizes: dict[int, list[tuple[int, int]]] = {}  # rows and tombstones, known once it runs
 
         def prepare() -> tuple[str, str]:
             for rank in range(world):
@@ -144,11 +141,6 @@ class DumpJob:
             if not names[0]:
                 raise ValueError("tables should not be empty")
             self._draft = Draft(path, overwrite=order.overwrite)
-            try:
-                self._make_files(self._draft.path)
-            except BaseException:
-                self._draft.discard()
-                raise
             return self._draft.path.name, secrets.token_hex(16)
 
         draft, self.id = ranks.lead(prepare)
@@ -160,10 +152,19 @@ class DumpJob:
 
     def _removed(self, i: int) -> list[int]:
         """Tombstones of table i on each rank."""
-        return [self._sizes[rank][i][1] or 0 for rank in range(self._world)]
+        return [self._sizes[rank][i][1] for rank in range(self._world)]
 
-    def _make_files(self, root: Path) -> None:
+    def _agree_on_sizes(self, ranks: Ranks) -> None:
+        """Counts the rows of all ranks. That may take long over a store, so the call does not wait for it."""
+        for answer in ranks.agree(
+            lambda: {r: [_size(s) for s in sources] for r, sources in self._parts.items()}
+        ):
+            self._sizes |= answer
+
+    def _make_files(self) -> None:
         """Rank 0 makes every file at its full size, so that the others only open them."""
+        assert self._draft is not None
+        root = self._draft.path
         for i, source in enumerate(self._sources):
             folder = root / file_stem(source.collection)
             folder.mkdir(exist_ok=True)
@@ -192,6 +193,8 @@ class DumpJob:
         """Writes, syncs, publishes. Raises on every rank if one of them fails."""
         self._progress, self._between_blocks = progress, between_blocks
         try:
+            self._agree_on_sizes(ranks)
+            ranks.lead(self._make_files)
             pieces = ranks.agree(lambda: self._write(threads))
             ranks.lead(lambda: self._publish(pieces))
         except BaseException:
@@ -300,8 +303,9 @@ class DumpJob:
         self._draft.publish()
 
 
-def _size(source: Source) -> tuple[tuple[str, str], int, int | None]:
-    return source.name, source.rows, None if source.removed is None else len(source.removed)
+def _size(source: Source) -> tuple[int, int]:
+    """Rows and tombstones."""
+    return source.rows, 0 if source.removed is None else len(source.removed)
 
 
 def removed_file(name: str) -> str:

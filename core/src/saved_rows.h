@@ -1,0 +1,72 @@
+// SavedRows: copies of rows, set aside by writers until a reader takes them.
+//
+// They lie in blocks of 2 MiB at most. Blocks beyond a bound of memory go to a temporary file (in
+// TMPDIR, else /tmp) that has no name and ends with this object; their places are used again.
+//
+// Thread safety: all methods may be called by any thread.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "embstore/memory.h"
+
+namespace embstore {
+
+class SavedRows {
+ public:
+  class Block {
+   public:
+    int64_t count() const { return count_; }
+    int64_t key(int64_t i) const { return buffer_.as<Entry>()[i].key; }
+    uint64_t score(int64_t i) const { return buffer_.as<Entry>()[i].score; }
+    const std::byte* row(int64_t i) const { return buffer_.as<std::byte>() + first_ + i * bytes_; }
+
+   private:
+    friend class SavedRows;
+    struct Entry {
+      int64_t key;
+      uint64_t score;
+    };
+    PooledBuffer buffer_;  // entries, then rows; empty while the block is in the file
+    int64_t count_ = 0, first_ = 0, bytes_ = 0;
+    int64_t place_ = -1;  // in the file
+  };
+
+  SavedRows(int64_t row_bytes, int64_t memory_bytes);
+  ~SavedRows();
+  SavedRows(const SavedRows&) = delete;
+  SavedRows& operator=(const SavedRows&) = delete;
+
+  // Copies `bytes` of a row, row_bytes at most. `number` spreads threads over locks. Throws
+  // OutOfMemory, or std::system_error where the file cannot be written, and saves nothing then.
+  void Add(int64_t number, int64_t key, uint64_t score, const std::byte* row, int64_t bytes);
+  // Takes a block, or with full_only one that is full; false when there is none.
+  bool Take(Block& block, bool full_only);
+  void Clear();
+
+ private:
+  struct Shard {
+    std::mutex mutex;
+    std::vector<Block> blocks;  // all but the last are full
+  };
+  static constexpr int64_t kShards = 8;
+
+  size_t block_bytes() const;
+  Block NewBlock() const;
+  void Spill(Block& block);
+  void Fetch(Block& block);
+
+  const int64_t row_bytes_, rows_per_block_, memory_bytes_;
+  Shard shards_[kShards];
+  std::atomic<int64_t> in_memory_{0};  // bytes of full blocks
+  std::mutex file_mutex_;
+  int fd_ = -1;
+  int64_t places_ = 0;  // in the file, in use and free
+  std::vector<int64_t> free_places_;
+};
+
+}  // namespace embstore

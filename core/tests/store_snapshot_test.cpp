@@ -1,0 +1,429 @@
+// A table over a store: snapshots, changes and scans while rows move between them.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "embstore/parallel.h"
+#include "embstore/snapshot.h"
+#include "embstore/ssd_store.h"
+#include "store_oracle.h"
+#include "table_oracle.h"
+
+namespace embstore {
+namespace {
+
+constexpr int64_t kDim = 5;
+using AllOfThem = std::map<int64_t, RowValues>;
+
+// 128 rows in memory and the rest below; every score strategy but one has scores that differ.
+TableOptions CacheOver(std::shared_ptr<Store> store,
+                       ScoreStrategy strategy = ScoreStrategy::kStep) {
+  TableOptions options = SmallTable(kDim, 128);
+  options.index.bucket_capacity = 16;
+  options.optimizer.kind = OptimizerKind::kAdam;
+  options.score_strategy = strategy;
+  options.store = std::move(store);
+  return options;
+}
+
+int64_t RowBytes() {
+  OptimizerOptions adam;
+  adam.kind = OptimizerKind::kAdam;
+  return StoredRowBytes(kDim, DType::kFloat32, adam);
+}
+
+std::shared_ptr<SsdStore> Ssd(const std::string& path) {
+  return SsdStore::Open({.path = path, .row_bytes = RowBytes(), .direct = false});
+}
+
+void ReadAll(Snapshot& snapshot, AllOfThem& rows, std::mutex& mutex) {
+  constexpr size_t kRows = 97;
+  const auto width = static_cast<size_t>(snapshot.table().state_width());
+  std::vector<int64_t> keys(kRows);
+  std::vector<float> values(kRows * kDim), states(kRows * width);
+  std::vector<uint64_t> scores(kRows);
+  while (const int64_t n =
+             snapshot.Read(kRows, 0, keys.data(), values.data(), states.data(), scores.data())) {
+    std::lock_guard guard(mutex);
+    for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
+      RowValues row;
+      row.value.assign(values.data() + i * kDim, values.data() + (i + 1) * kDim);
+      row.state.assign(states.data() + i * width, states.data() + (i + 1) * width);
+      row.score = scores[i];
+      CHECK(rows.emplace(keys[i], row).second);  // no row is given twice
+    }
+  }
+}
+
+AllOfThem Rest(Snapshot& snapshot) {
+  AllOfThem rows;
+  std::mutex mutex;
+  ReadAll(snapshot, rows, mutex);
+  CHECK_EQ(snapshot.rows(), static_cast<int64_t>(rows.size()));
+  return rows;
+}
+
+AllOfThem Everything(const std::shared_ptr<Table>& table) {
+  Snapshot snapshot(table);
+  return Rest(snapshot);
+}
+
+// What the table answers by key; the same rows by another way.
+AllOfThem ByKey(const Table& table, const std::vector<int64_t>& keys) {
+  const auto width = static_cast<size_t>(table.state_width());
+  std::vector<float> values(keys.size() * kDim), states(keys.size() * width);
+  std::vector<uint64_t> scores(keys.size());
+  std::vector<uint8_t> found(keys.size());
+  table.Read(keys, values.data(), states.data(), scores.data(), found.data());
+  AllOfThem rows;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!found[i]) continue;
+    RowValues& row = rows[keys[i]];
+    row.value.assign(values.data() + i * kDim, values.data() + (i + 1) * kDim);
+    row.state.assign(states.data() + i * width, states.data() + (i + 1) * width);
+    row.score = scores[i];
+  }
+  return rows;
+}
+
+void Set(Table& table, const std::vector<int64_t>& keys, float value, bool whole) {
+  const std::vector<float> values(keys.size() * kDim, value);
+  const std::vector<float> states(keys.size() * 2 * kDim, value + 1);
+  table.Assign(keys, values.data(), whole ? states.data() : nullptr, nullptr);
+}
+
+void Fill(Table& table, int64_t rows) {
+  for (int64_t at = 0; at < rows; at += 50) {
+    Set(table, Range(at, std::min(at + 50, rows)), static_cast<float>(at), true);
+  }
+}
+
+// One of all the ways in which rows change hands.
+void Disturb(const std::shared_ptr<Table>& table, int64_t rows, uint64_t step) {
+  const std::vector<int64_t> keys = RandomKeys(40, rows + 200, step);
+  switch (step % 6) {
+    case 0:
+      LookUpOne(table, keys);
+      break;
+    case 1:
+      Set(*table, keys, static_cast<float>(step), false);
+      break;
+    case 2:
+      Set(*table, keys, static_cast<float>(step), true);
+      break;
+    case 3:
+      table->Erase(RandomKeys(5, rows, step));
+      break;
+    case 4:
+      table->Prefetch(keys);
+      break;
+    default:
+      table->Flush();
+  }
+}
+
+using MakeStore = std::function<std::shared_ptr<Store>(const std::string& path)>;
+
+std::vector<MakeStore> Stores() {
+  const auto memory = [](const std::string&) { return MakeMemoryStore(RowBytes(), 0); };
+  return {
+      memory,
+      [](const std::string& path) { return Ssd(path); },
+      [=](const std::string& path) { return MakeTieredStore(memory(path), memory(path), 300); },
+      [=](const std::string& path) {
+        return MakeTieredStore(Ssd(path), MakeTieredStore(memory(path), memory(path), 400), 200);
+      },
+  };
+}
+
+TEST(Two threads read a snapshot of a table over a store while rows change hands) {
+  SetNumThreads(2);
+  constexpr int64_t kRows = 2003;
+  for (const MakeStore& make : Stores()) {
+    for (const ScoreStrategy strategy : {ScoreStrategy::kStep, ScoreStrategy::kLfu}) {
+      const TemporaryDirectory directory;
+      const auto table = Table::Create(CacheOver(make(directory.path), strategy));
+      Fill(*table, kRows);
+      for (uint64_t round = 0; round < 3; ++round) {
+        const AllOfThem before = ByKey(*table, Range(-10, kRows + 250));
+        AllOfThem seen;
+        Snapshot snapshot(table);
+        std::mutex mutex;
+        std::atomic<int> reading{2};
+        const auto read = [&] {
+          ReadAll(snapshot, seen, mutex);
+          --reading;
+        };
+        std::thread first(read), second(read);
+        for (uint64_t step = 0; step < 60 || reading > 0; ++step) {
+          Disturb(table, kRows, 1000 * round + step);
+        }
+        first.join();
+        second.join();
+        CHECK(seen == before);
+        CHECK_EQ(snapshot.rows(), static_cast<int64_t>(before.size()));
+      }
+    }
+  }
+}
+
+TEST(Clearing and loading leave a snapshot as it is) {
+  const TemporaryDirectory directory;
+  const auto table = Table::Create(CacheOver(Ssd(directory.path)));
+  Fill(*table, 700);
+  table->SaveSnapshot("one");
+  const AllOfThem one = Everything(table);
+  Fill(*table, 300);
+  table->Erase(Range(500, 550));
+  const AllOfThem before = Everything(table);
+  Snapshot first(table);
+  CHECK_THROWS(std::exception, "two", table->LoadSnapshot("two"));
+  CHECK(Everything(table) == before);
+  table->LoadSnapshot("one");
+  CHECK(Everything(table) == one);
+  Snapshot second(table);
+  table->Clear();
+  Fill(*table, 20);
+  CHECK(Rest(first) == before);
+  CHECK(Rest(second) == one);
+}
+
+TEST(Copies beyond the bound of memory lie in a file) {
+  const auto table = Table::Create(CacheOver(MakeMemoryStore(RowBytes(), 0)));
+  constexpr int64_t kRows = 20'000;
+  Fill(*table, kRows);
+  const AllOfThem before = Everything(table);
+  Snapshot snapshot(table, /*memory_bytes=*/0);
+  Fill(*table, kRows);
+  CHECK(Rest(snapshot) == before);
+}
+
+TEST(A snapshot that cannot save a row fails alone) {
+  const auto table = Table::Create(CacheOver(MakeMemoryStore(RowBytes(), 0)));
+  constexpr int64_t kRows = 20'000;
+  Fill(*table, kRows);
+  const std::string folder = std::getenv("TMPDIR") ? std::getenv("TMPDIR") : "";
+  setenv("TMPDIR", "/does/not/exist", 1);
+  {
+    Snapshot failing(table, /*memory_bytes=*/0), other(table);
+    const AllOfThem before = ByKey(*table, Range(0, kRows));
+    Fill(*table, kRows);
+    int64_t key;
+    uint64_t score;
+    for (int i = 0; i < 2; ++i) {
+      CHECK_THROWS(std::exception, "exist", failing.Read(1, 0, &key, nullptr, nullptr, &score));
+    }
+    CHECK_THROWS(InvalidState, "a snapshot of table 'small' failed", failing.rows());
+    CHECK(Rest(other) == before);
+  }
+  folder.empty() ? unsetenv("TMPDIR") : setenv("TMPDIR", folder.c_str(), 1);
+  CHECK_EQ(Everything(table).size(), size_t{kRows});
+}
+
+// A store that fails or forgets when it is told to.
+class Unreliable final : public Store {
+ public:
+  explicit Unreliable(std::shared_ptr<Store> store)
+      : Store(store->row_bytes()), store_(std::move(store)) {}
+  std::string Describe() const override { return "unreliable store"; }
+  int64_t size() const override { return store_->size(); }
+  void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
+           uint8_t* found) const override {
+    if (fails) throw InvalidState("get failed");
+    while (waits) std::this_thread::yield();
+    store_->Get(keys, rows, scores, found);
+  }
+  void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
+    store_->Contains(keys, found);
+  }
+  void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
+    store_->Put(keys, rows, scores);
+  }
+  void Erase(std::span<const int64_t> keys) override { store_->Erase(keys); }
+  void Clear() override { store_->Clear(); }
+  std::unique_ptr<StoreScanner> Scan() const override { return store_->Scan(); }
+
+  std::atomic<bool> fails{false}, waits{false};
+
+ private:
+  std::shared_ptr<Store> store_;
+};
+
+TEST(A store that fails or loses rows fails the snapshot and not the training) {
+  const auto memory = MakeMemoryStore(RowBytes(), 0);
+  const auto store = std::make_shared<Unreliable>(memory);
+  const auto table = Table::Create(CacheOver(store));
+  Fill(*table, 1000);
+  std::vector<int64_t> keys(2000);
+  std::vector<uint64_t> scores(2000);
+  const auto read = [&](Snapshot& snapshot) {
+    while (snapshot.Read(2000, 0, keys.data(), nullptr, nullptr, scores.data())) {
+    }
+  };
+  {
+    Snapshot snapshot(table);
+    CHECK_EQ(snapshot.rows(), 1000);
+    store->fails = true;
+    CHECK_THROWS(InvalidState, "get failed", read(snapshot));
+    store->fails = false;
+    CHECK_THROWS(InvalidState, "get failed", read(snapshot));  // it does not give half of its rows
+  }
+  {
+    Snapshot snapshot(table);
+    store->fails = true;
+    Set(*table, {3, 5}, 7.0f, true);  // needs no row of the store but for the snapshot
+    store->fails = false;
+    CHECK_THROWS(InvalidState, "get failed", read(snapshot));
+  }
+  Snapshot snapshot(table);
+  CHECK_EQ(snapshot.rows(), 1000);
+  std::vector<uint8_t> resident(1000);
+  table->Resident(Range(0, 1000), resident.data());
+  const auto below = std::find(resident.begin(), resident.end(), 0) - resident.begin();
+  memory->Erase(std::vector<int64_t>{below});  // behind the table's back
+  CHECK_THROWS(InvalidState, "has lost key " + std::to_string(below), read(snapshot));
+}
+
+TEST(A fork that waits in vain leaves the parent whole and an error in the child) {
+  const auto store = std::make_shared<Unreliable>(MakeMemoryStore(RowBytes(), 0));
+  const auto table = Table::Create(CacheOver(store)), idle = Table::Create(SmallTable(kDim));
+  Fill(*table, 300);
+  LookUpOne(idle, {1, 2});
+  store->waits = true;
+  std::thread trainer([&] { LookUpOne(table, Range(0, 50)); });
+  while (table->lock().TryLockUntil({})) table->lock().unlock();  // until it is inside
+  const pid_t child = fork();
+  if (child == 0) {
+    int code = 1;
+    try {
+      table->size();
+    } catch (const InvalidState& error) {
+      code = std::string(error.what()).find("forked") == std::string::npos ? 2 : 0;
+    }
+    _exit(code == 0 && idle->size() != 2 ? 3 : code);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+  store->waits = false;
+  trainer.join();
+  CHECK_EQ(Everything(table).size(), size_t{300});
+}
+
+TEST(Changes over a store are rows above and below and keys that are in neither) {
+  const TemporaryDirectory directory;
+  const auto table = Table::Create(CacheOver(Ssd(directory.path)));
+  Fill(*table, 1000);
+  table->SaveSnapshot("one");
+  AllOfThem replica = Everything(table);
+  table->TrackChanges(true);
+  const auto follow = [&] {
+    const Table::Changes changes = table->TakeChanges(true);
+    const RowBlock& rows = changes.rows;
+    for (size_t i = 0; i < rows.keys.size(); ++i) {
+      RowValues& row = replica[rows.keys[i]];
+      row.value.assign(&rows.values[i * kDim], &rows.values[i * kDim] + kDim);
+      row.state.assign(&rows.states[i * 2 * kDim], &rows.states[i * 2 * kDim] + 2 * kDim);
+      row.score = rows.scores[i];
+    }
+    for (int64_t key : changes.removed) CHECK(replica.erase(key) == 1);
+    CHECK(replica == Everything(table));
+    return changes;
+  };
+  follow();
+  for (int64_t at = 0; at < 600; at += 50) Set(*table, Range(at, at + 50), -1.0f, at % 100 == 0);
+  CHECK(follow().rows.keys.size() >= 600);  // most of them are below again
+  table->Erase(Range(0, 300));
+  CHECK_EQ(follow().removed.size(), size_t{300});
+  table->Erase(Range(0, 300));
+  CHECK(follow().removed.empty());  // they were not there
+  table->LoadSnapshot("one");
+  follow();
+  CHECK_THROWS(std::exception, "two", table->LoadSnapshot("two"));
+  follow();
+  Set(*table, Range(2000, 2050), 1.0f, true);
+  const Table::Changes lost = table->TakeChanges(true);
+  for (int64_t at = 0; at < 600; at += 50) Set(*table, Range(at, at + 50), -2.0f, true);
+  table->RestoreChanges(lost.rows.keys, lost.removed);
+  follow();
+  table->Clear();
+  CHECK_EQ(follow().removed.size(), size_t{1050});
+}
+
+TEST(A new optimizer tells snapshots and changes and reaches the store) {
+  OptimizerOptions options;
+  options.kind = OptimizerKind::kAdagrad;
+  const auto store = MakeMemoryStore(StoredRowBytes(kDim, DType::kFloat32, options), 0);
+  TableOptions of_table = CacheOver(store);
+  of_table.optimizer = options;
+  const auto table = Table::Create(of_table);
+  LookUpOne(table, Range(0, 50));
+  const AllOfThem before = AllRows(*table);
+  table->TrackChanges(true);
+  Snapshot snapshot(table);
+  options.initial_accumulator = 0.25f;
+  table->SetOptimizer(options);
+  CHECK(Rest(snapshot) == before);
+  CHECK_EQ(table->TakeChanges(true).rows.keys.size(), size_t{50});
+  LookUpOne(table, Range(1000, 1120));  // evicts them
+  const AllOfThem after = ByKey(*table, Range(0, 50));
+  CHECK_EQ(after.size(), size_t{50});
+  for (const auto& [key, row] : after) CHECK(row.state == std::vector<float>(kDim, 0.25f));
+}
+
+// Keys that nobody touches come exactly once, or at least once where keys alone are asked for.
+TEST(Scans meet every row that stays while others come and go) {
+  for (const MakeStore& make : Stores()) {
+    const TemporaryDirectory directory;
+    const auto store = make(directory.path);
+    Oracle stays, others;
+    for (int64_t at = 0; at < 2000; at += 50) {
+      PutAll(*store, Range(at, at + 50), static_cast<uint64_t>(at + 1), stays);
+      Churn(*store, others, static_cast<uint64_t>(at + 1), 1, 300, 40);  // around 0
+      for (int64_t key = -200; key < 200; ++key) stays.erase(key);
+    }
+    const auto rows = store->Scan();
+    const auto keys = store->ScanKeys();
+    std::map<int64_t, int> row_times, key_times;
+    StoredRows block;
+    std::vector<int64_t> some;
+    uint64_t version = 5000;
+    bool more = true;
+    while (more) {
+      Churn(*store, others, version++, 3, 300, 120);
+      // New ones make stores grow, and tiers push rows down.
+      Oracle fresh;
+      const auto first = static_cast<int64_t>(10'000 + 100 * version);
+      PutAll(*store, Range(first, first + 100), version, fresh);
+      rows->Next(61, block);
+      keys->Next(61, some);
+      for (size_t i = 0; i < block.keys.size(); ++i) {
+        if (!stays.contains(block.keys[i])) continue;
+        ++row_times[block.keys[i]];
+        CHECK_EQ(block.scores[i], stays[block.keys[i]]);
+      }
+      for (int64_t key : some) ++key_times[key];
+      more = !block.keys.empty() || !some.empty();
+      CHECK(version < 5500);  // it ends, though there are more rows by the time
+      if (version == 5500) break;
+    }
+    for (const auto& [key, score] : stays) {
+      CHECK_EQ(row_times[key], 1);
+      CHECK(key_times[key] >= 1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace embstore
+
+TEST_MAIN()
