@@ -416,6 +416,7 @@ def test_rows_train_after_a_state_dict_was_assigned(tmp_path, order):
     embedding(ids).sum().backward()
     optimizer.step()
     torch.testing.assert_close(embedding.eval()(ids), before - 1.0)
+<<<<<<< HEAD
 
 
 def test_a_snapshot_is_read_while_the_embedding_is_open(tmp_path):
@@ -431,3 +432,5 @@ def test_a_snapshot_is_read_while_the_embedding_is_open(tmp_path):
     order = np.argsort(keys)
     np.testing.assert_array_equal(keys[order], before.keys)
     np.testing.assert_array_equal(np.concatenate([v for _, v in blocks])[order], before.values)
+=======
+>>>>>>> one-embedding
