@@ -416,21 +416,3 @@ def test_rows_train_after_a_state_dict_was_assigned(tmp_path, order):
     embedding(ids).sum().backward()
     optimizer.step()
     torch.testing.assert_close(embedding.eval()(ids), before - 1.0)
-<<<<<<< HEAD
-
-
-def test_a_snapshot_is_read_while_the_embedding_is_open(tmp_path):
-    embedding = make("open", oe.make_cached_ssd_store_options(1, str(tmp_path)))
-    train(embedding, steps=5)
-    embedding.save_snapshot("s")
-    before = embedding.table.rows()
-    train(embedding, steps=5, seed=1)
-    with oe.make_persistent_table_reader(str(tmp_path / "0-1"), "s", torch.int64, torch.float32, 4) as reader:
-        train(embedding, steps=5, seed=2)
-        blocks = list(reader)
-    keys = np.concatenate([k for k, _ in blocks])
-    order = np.argsort(keys)
-    np.testing.assert_array_equal(keys[order], before.keys)
-    np.testing.assert_array_equal(np.concatenate([v for _, v in blocks])[order], before.values)
-=======
->>>>>>> one-embedding
