@@ -32,7 +32,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table) : table_(std::move(table)) {
   if (table_->snapshot_) {
     throw InvalidState("table '" + table_->options_.name + "' has a snapshot already");
   }
-  marks_ = HugeBuffer(static_cast<size_t>(table_->index_->slots()));
+  marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity()));
   rows_ = table_->index_->size();
   rows_per_block_ = std::max<int64_t>(
       16, kBlockBytes / (table_->row_stride_ + static_cast<int64_t>(sizeof(IndexEntry))));
@@ -44,13 +44,8 @@ Snapshot::~Snapshot() {
   table_->snapshot_ = nullptr;
 }
 
-void Snapshot::Move(Slot from, Slot to) {
-  mark(to).store(mark(from).load(std::memory_order_relaxed), std::memory_order_relaxed);
-  mark(from).store(kUnread, std::memory_order_relaxed);  // free: the next key there is skipped
-}
-
-void Snapshot::Preserve(Slot slot) {
-  std::atomic_ref<uint8_t> state = mark(slot);
+void Snapshot::Preserve(const IndexEntry& entry) {
+  std::atomic_ref<uint8_t> state = mark(entry.row);
   uint8_t seen = state.load(std::memory_order_acquire);
   while (seen != kSettled) {
     if (seen == kSaving) {  // another thread copies this row; it must be done before it changes
@@ -60,7 +55,7 @@ void Snapshot::Preserve(Slot slot) {
     if (!state.compare_exchange_weak(seen, kSaving, std::memory_order_acq_rel)) continue;
     const int64_t stride = table_->row_stride_;
     {
-      Shard& shard = shards_[slot % kShards];
+      Shard& shard = shards_[entry.row % kShards];
       std::lock_guard guard(shard.mutex);
       if (shard.blocks.empty() || shard.blocks.back().count == rows_per_block_) {
         shard.blocks.push_back({PooledBuffer(static_cast<size_t>(
@@ -68,10 +63,10 @@ void Snapshot::Preserve(Slot slot) {
                                 0});
       }
       Saved& block = shard.blocks.back();
-      block.buffer.as<IndexEntry>()[block.count] = table_->index_->entry(slot);
+      block.buffer.as<IndexEntry>()[block.count] = entry;
       std::memcpy(block.buffer.as<std::byte>() + rows_per_block_ * int64_t{sizeof(IndexEntry)} +
                       block.count * stride,
-                  table_->rows_.at(table_->index_->row(slot)), static_cast<size_t>(stride));
+                  table_->rows_.at(entry.row), static_cast<size_t>(stride));
       ++block.count;
     }
     state.store(kSettled, std::memory_order_release);
@@ -125,9 +120,10 @@ bool Snapshot::Walk(Output& out, int64_t room) {
   int64_t n = 0;
   const int64_t end = std::min(begin + step, all);
   table_->index_->VisitUsed(static_cast<Slot>(begin), static_cast<Slot>(end),
-                            [&](Slot slot, const IndexEntry& entry) {
-                              if (mark(slot).load(std::memory_order_relaxed) == kSettled) return;
-                              mark(slot).store(kSettled, std::memory_order_relaxed);
+                            [&](Slot, const IndexEntry& entry) {
+                              if (mark(entry.row).load(std::memory_order_relaxed) == kSettled)
+                                return;
+                              mark(entry.row).store(kSettled, std::memory_order_relaxed);
                               out.keys[out.count + n] = entry.key;
                               out.scores[out.count + n] = entry.score;
                               numbers[n++] = entry.row;

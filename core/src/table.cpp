@@ -61,12 +61,12 @@ int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimiz
   return StateOffset(dim, dtype) + 4 * StateWidth(optimizer, dim);
 }
 
-SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
+SlotList::SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys)
     : table_(std::move(table)),
-      buffer_(static_cast<size_t>(n) * (sizeof(Slot) + sizeof(Row))),
-      n_(n) {
-  std::fill_n(slots(), n, kNoSlot);
-  std::fill_n(rows(), n, kMissingRow);
+      buffer_(keys.size() * (sizeof(int64_t) + sizeof(Row))),
+      n_(std::ssize(keys)) {
+  std::copy(keys.begin(), keys.end(), buffer_.as<int64_t>());
+  std::fill_n(rows(), n_, kMissingRow);
   std::lock_guard guard(table_->lists_mutex_);
   table_->lists_.push_back(this);
 }
@@ -93,7 +93,7 @@ Table::Table(const TableOptions& options)
   rows_ = RowHeap(row_stride_, index_->capacity());
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (options_.store) {
-    dirty_.resize(static_cast<size_t>(index_->slots()), 0);
+    dirty_.resize(static_cast<size_t>(row_capacity()), 0);
     options_.store->Attach();
   }
   ForkGuard::Add(this);
@@ -240,22 +240,11 @@ void Table::Grow() {
   RequireAvailableMemory(index_->bytes_to_grow(), "growing table '" + options_.name + "' to " +
                                                       std::to_string(new_capacity) + " rows");
   rows_.Grow(new_capacity);
-  if (snapshot_) snapshot_->Grow(2 * old_slots);
-  if (changes_) changes_->Grow(2 * old_slots);
-  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_slots), 0);
-  index_->Grow([this](Slot from, Slot to) {
-    if (snapshot_) snapshot_->Move(from, to);
-    if (changes_) changes_->Move(from, to);
-    if (tracks_dirty()) dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
-  });
+  if (snapshot_) snapshot_->Grow(new_capacity);
+  if (changes_) changes_->Grow(new_capacity);
+  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(new_capacity), 0);
+  index_->Grow([](Slot, Slot) {});
   ++layout_;
-  std::lock_guard guard(lists_mutex_);
-  for (SlotList* list : lists_) {
-    for (Slot *slot = list->slots(), *end = slot + list->size(); slot != end; ++slot) {
-      // A pinned row is always used, so a free slot says that it moved: see KeyIndex::Grow.
-      if (*slot >= 0 && !index_->IsUsed(*slot)) *slot = static_cast<Slot>(*slot + old_slots);
-    }
-  }
 }
 
 void Table::RequireRows(int64_t rows) {

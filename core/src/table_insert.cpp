@@ -11,7 +11,7 @@
 namespace embstore {
 
 void Table::NextStamp() {
-  stamps_.resize(static_cast<size_t>(index_->slots()), 0);
+  stamps_.resize(static_cast<size_t>(row_capacity()), 0);
   if (++stamp_ == 0) {
     std::fill(stamps_.begin(), stamps_.end(), uint8_t{0});
     stamp_ = 1;
@@ -22,15 +22,15 @@ void Table::StampPinned() {
   NextStamp();
   std::lock_guard guard(lists_mutex_);
   for (const SlotList* list : lists_) {
-    constexpr int64_t kSlotsPerTask = 8192;
-    ParallelFor((list->size() + kSlotsPerTask - 1) / kSlotsPerTask, [&](int64_t task) {
-      const int64_t begin = task * kSlotsPerTask;
-      const int64_t end = std::min(begin + kSlotsPerTask, list->size());
+    constexpr int64_t kRowsPerTask = 8192;
+    ParallelFor((list->size() + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+      const int64_t begin = task * kRowsPerTask;
+      const int64_t end = std::min(begin + kRowsPerTask, list->size());
       for (int64_t i = begin; i < end; ++i) {
-        const Slot slot = list->slots()[i];
-        if (slot < 0) continue;
-        // Several threads may stamp the same slot, always with the same value.
-        std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(slot)])
+        const Row row = list->rows()[i];
+        if (row < 0) continue;
+        // Several threads may stamp the same row, always with the same value.
+        std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(row)])
             .store(stamp_, std::memory_order_relaxed);
       }
     });
@@ -55,7 +55,7 @@ struct Table::InsertPass {
 
 // Threads share the work by bucket, so that the keys of one bucket come in the order of the batch
 // whatever the number of threads.
-Table::InsertPass Table::Insert(const int64_t* keys, Places places,
+Table::InsertPass Table::Insert(const int64_t* keys, Slot* slots, Row* rows,
                                 std::span<const uint32_t> missing, uint64_t score, bool evict) {
   constexpr size_t kWorthSharing = 256;
   const int64_t parts = missing.size() < kWorthSharing ? 1 : NumThreads();
@@ -83,21 +83,21 @@ Table::InsertPass Table::Insert(const int64_t* keys, Places places,
       if (slot != kNoSlot && !inserted && counts) {
         index_->set_score(slot, index_->score(slot) + 1);
       }
-      if (inserted) AfterInsert(slot);
       if (slot == kNoSlot && evict) {
-        slot = index_->Victim(index_->BucketOf(key), [&](Slot s) { return IsStamped(s); });
+        slot = index_->Victim(index_->BucketOf(key),
+                              [&](Slot s) { return IsStamped(index_->row(s)); });
         if (slot != kNoSlot) {
-          if (watched()) BeforeChange(slot);
           const IndexEntry victim = index_->entry(slot);
+          if (watched()) BeforeChange(victim);
           pass.evicted.push_back({victim.key, victim.score, slot, victim.row});
           index_->Replace(slot, key, score);
-          Stamp(slot);
+          Stamp(victim.row);
           inserted = true;
         }
       }
-      places.slots[i] = slot;
+      slots[i] = slot;
       // Who replaces a victim has its row; new rows are numbered below.
-      places.rows[i] = evict && slot != kNoSlot ? index_->row(slot) : kMissingRow;
+      rows[i] = evict && slot != kNoSlot ? index_->row(slot) : kMissingRow;
       (inserted ? pass.inserted : slot == kNoSlot ? pass.blocked : pass.repeated).push_back(i);
     }
   });
@@ -112,11 +112,14 @@ Table::InsertPass Table::Insert(const int64_t* keys, Places places,
       const int64_t end = std::min((task + 1) * kPerTask, n);
       for (int64_t j = task * kPerTask; j < end; ++j) {
         if (j + kAhead < end) {
-          index_->PrefetchSlot(places.slots[occurrences[static_cast<size_t>(j + kAhead)]]);
+          index_->PrefetchSlot(slots[occurrences[static_cast<size_t>(j + kAhead)]]);
         }
         const uint32_t i = occurrences[static_cast<size_t>(j)];
-        if (fresh) index_->set_row(places.slots[i], rows_.Next(j));
-        places.rows[i] = index_->row(places.slots[i]);
+        if (fresh) {
+          index_->set_row(slots[i], rows_.Next(j));
+          AfterInsert(rows_.Next(j));
+        }
+        rows[i] = index_->row(slots[i]);
       }
     });
   };
@@ -126,42 +129,42 @@ Table::InsertPass Table::Insert(const int64_t* keys, Places places,
   return std::move(pass);
 }
 
-int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
+int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                              uint64_t score, const float* initial) {
   if (missing.empty()) return 0;
-  return InsertMissing(keys, places, missing, score, Fetch(keys, missing), initial);
+  return InsertMissing(keys, rows, missing, score, Fetch(keys, missing), initial);
 }
 
-int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
+int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                              uint64_t score, const FetchedRows& below, const float* initial) {
   GrowFor(keys, missing);
   RequireRows(std::min(index_->size() + std::ssize(missing), index_->capacity()));
   InsertPass done;  // inserted: keys that have no row yet
   std::vector<uint32_t> blocked(missing.begin(), missing.end());
+  if (missing.empty()) return 0;
+  std::vector<Slot> slots(missing.back() + 1);
   const auto insert_if_room = [&] {
-    InsertPass more = Insert(keys, places, blocked, score, /*evict=*/false);
+    InsertPass more = Insert(keys, slots.data(), rows, blocked, score, /*evict=*/false);
     index_->AddSize(std::ssize(more.inserted));
     blocked = std::move(more.blocked);
     done.inserted = std::move(more.inserted);
   };
   const auto finish_rows = [&] {
     constexpr int64_t kRowsPerTask = 512;
-    const auto rows = static_cast<int64_t>(done.inserted.size());
-    ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
-      const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
+    const auto count = static_cast<int64_t>(done.inserted.size());
+    ParallelFor((count + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+      const int64_t end = std::min((task + 1) * kRowsPerTask, count);
       for (int64_t j = task * kRowsPerTask; j < end; ++j) {
         constexpr int64_t kAhead = 8;
         if (j + kAhead < end) {
-          const std::byte* next =
-              rows_.at(places.rows[done.inserted[static_cast<size_t>(j + kAhead)]]);
+          const std::byte* next = rows_.at(rows[done.inserted[static_cast<size_t>(j + kAhead)]]);
           for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);
         }
         const uint32_t i = done.inserted[static_cast<size_t>(j)];
-        FillRow(places.slots[i], places.rows[i], keys[i], below,
-                initial ? initial + i * options_.dim : nullptr);
+        FillRow(slots[i], rows[i], keys[i], below, initial ? initial + i * options_.dim : nullptr);
       }
     });
-    stats_.inserts += rows;
+    stats_.inserts += count;
     done.inserted.clear();
   };
   if (index_->size() < index_->capacity()) insert_if_room();
@@ -175,13 +178,13 @@ int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const
     std::sort(blocked.begin(), blocked.end());
     finish_rows();  // stamps may fail as well
     StampPinned();
-    InsertPass more = Insert(keys, places, blocked, score, /*evict=*/true);
+    InsertPass more = Insert(keys, slots.data(), rows, blocked, score, /*evict=*/true);
     done.inserted = std::move(more.inserted);
     blocked = std::move(more.blocked);
     try {
       WriteBack(more.evicted);  // the last moment: rows are still those of the victims
     } catch (...) {
-      Undo(keys, places, missing, done.inserted, more.evicted);
+      Undo(keys, rows, missing, done.inserted, more.evicted);
       throw;
     }
     try {
@@ -231,7 +234,7 @@ void Table::LogEvictions(std::span<Evicted> evicted) {
   if (options_.eviction_log == EvictionLog::kOff) return;
   // They come in the order of the threads that found them; the log must not depend on those.
   std::sort(evicted.begin(), evicted.end(),
-            [](const Evicted& a, const Evicted& b) { return a.slot < b.slot; });
+            [](const Evicted& a, const Evicted& b) { return a.row < b.row; });
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;
   const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
   for (const Evicted& gone : evicted) {

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 4096;
 
-// Calls visit(i, places, m) for blocks of keys, on several threads.
+// Calls visit(i, slots, rows, m) for blocks of keys, on several threads.
 template <typename Visit>
 void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& visit) {
   const auto n = static_cast<int64_t>(keys.size());
@@ -28,7 +28,7 @@ void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& v
     Slot slots[kKeysPerTask];
     Row rows[kKeysPerTask];
     ActiveKernels().find(index, keys.data() + begin, m, slots, rows, ScoreUpdate::kKeep, 0);
-    visit(begin, Places{slots, rows}, m);
+    visit(begin, slots, rows, m);
   });
 }
 
@@ -50,8 +50,8 @@ void Table::Resident(std::span<const int64_t> keys, uint8_t* found) const {
 }
 
 void Table::LockedResident(std::span<const int64_t> keys, uint8_t* found) const {
-  ForBlocks(*this, keys, [&](int64_t i, Places places, int64_t m) {
-    for (int64_t j = 0; j < m; ++j) found[i + j] = places.slots[j] != kNoSlot;
+  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, const Row*, int64_t m) {
+    for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
   });
 }
 
@@ -79,13 +79,13 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
     found_here.resize(keys.size());
     found = found_here.data();
   }
-  ForBlocks(*this, keys, [&](int64_t i, Places places, int64_t m) {
+  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, const Row* rows, int64_t m) {
     if (values) {
-      ActiveKernels().gather(view, places.rows, m, nullptr, values + i * options_.dim,
-                             DType::kFloat32, options_.dim);
+      ActiveKernels().gather(view, rows, m, nullptr, values + i * options_.dim, DType::kFloat32,
+                             options_.dim);
     }
     for (int64_t j = 0; j < m; ++j) {
-      const Slot slot = places.slots[j];
+      const Slot slot = slots[j];
       if (found) found[i + j] = slot != kNoSlot;
       if (scores) scores[i + j] = slot == kNoSlot ? 0 : index_->score(slot);
       if (!states) continue;
@@ -93,7 +93,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
       if (slot == kNoSlot) {
         std::fill_n(out, width, 0.0f);
       } else {
-        std::copy_n(state_at(places.rows[j]), width, out);
+        std::copy_n(state_at(rows[j]), width, out);
       }
     }
   });
@@ -114,30 +114,32 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   }
 }
 
-void Table::FindAll(std::span<const int64_t> keys, Places places, BatchScore score) {
+void Table::FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto n = static_cast<int64_t>(keys.size());
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
-    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), places.From(begin),
-             score);
+    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), rows + begin, score);
   });
 }
 
-void Table::FindHere(std::span<const int64_t> keys, Places places, BatchScore score) {
+void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto find = ActiveKernels().find;
   const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
-    find(view, keys.data(), n, places.slots, places.rows, score.update, score.score);
+    find(view, keys.data(), n, nullptr, rows, score.update, score.score);
     return;
   }
   // The score of a hit changes as well, so its row is announced first.
-  find(view, keys.data(), n, places.slots, places.rows, ScoreUpdate::kKeep, 0);
-  BeforeChange({places.slots, keys.size()});
+  const PooledBuffer buffer(keys.size() * sizeof(Slot));
+  const Slot* const slots = buffer.as<Slot>();
+  find(view, keys.data(), n, buffer.as<Slot>(), rows, ScoreUpdate::kKeep, 0);
+  constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < n; ++i) {
-    const Slot slot = places.slots[i];
-    if (slot == kNoSlot) continue;
-    RenewScore(view.score(slot), score.update, score.score);
+    if (snapshot_ && i + kAhead < n) snapshot_->Prefetch(rows[i + kAhead]);
+    if (slots[i] == kNoSlot) continue;
+    BeforeChange(index_->entry(slots[i]));
+    RenewScore(view.score(slots[i]), score.update, score.score);
   }
 }
 
@@ -152,27 +154,26 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
                             std::to_string(zero - scores) + "] is: 0");
     }
   }
-  const auto list = std::make_unique<SlotList>(shared_from_this(), n);
+  const auto list = std::make_unique<SlotList>(shared_from_this(), keys);
   std::unique_lock guard(lock_);
   RequireOpen();
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore();
   // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
   // them.
   for (int64_t i = 0; scores && i < n; ++i) last_timestamp_ = std::max(last_timestamp_, scores[i]);
-  Slot* slots = list->slots();
-  FindAll(keys, list->places(), batch);
-  if (watched())
-    BeforeChange({slots, static_cast<size_t>(n)});  // rows change even where scores stay
+  Row* const rows = list->rows();
+  FindAll(keys, rows, batch);
+  if (watched()) BeforeChange(keys, rows);  // rows change even where scores stay
   std::vector<uint32_t> missing;
   for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
+    if (rows[i] == kMissingRow) missing.push_back(static_cast<uint32_t>(i));
   }
   // A row that is replaced as a whole need not be fetched.
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
-  const int64_t refused = InsertMissing(keys.data(), list->places(), missing, batch.score,
+  const int64_t refused = InsertMissing(keys.data(), rows, missing, batch.score,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
                                         values);  // cheaper than what they would begin with
-  Grouping grouping(list->rows(), n, rows_.used());
+  Grouping grouping(rows, n, rows_.used());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Scatter(chunk); });
@@ -182,12 +183,11 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
       if (j + 1 < sorted.size() && sorted[j + 1].row == sorted[j].row) continue;
       const auto row = static_cast<Row>(sorted[j].row);
       const int64_t i = sorted[j].index;
-      const Slot slot = slots[i];
       ActiveKernels().store_vector(values + i * options_.dim, options_.dim, options_.dtype,
                                    rows_.at(row));
       if (states) std::copy_n(states + i * state_width_, state_width_, state_at(row));
-      if (scores) index_->set_score(slot, scores[i]);
-      if (tracks_dirty()) MarkDirty(slot);
+      if (scores) index_->set_score(index_->Find(keys[static_cast<size_t>(i)]), scores[i]);
+      if (tracks_dirty()) MarkDirty(row);
     }
   });
   return refused;
@@ -207,22 +207,22 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   for (int64_t key : keys) {
     const Slot slot = index_->Find(key);
     if (slot == kNoSlot) continue;
-    if (watched()) BeforeChange(slot);
+    const IndexEntry entry = index_->entry(slot);
+    if (watched()) BeforeChange(entry);
     if (changes_) {
-      changes_->Unmark(slot);
+      changes_->Unmark(entry.row);
       changes_->Remove(key);
     }
     FreeSlot(slot);
-    Stamp(slot);
+    Stamp(entry.row);
     ++erased;
   }
   index_->AddSize(-erased);
   if (erased == 0) return only_below;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) {
-    const Places places = list->places();
-    for (int64_t i = 0; i < list->size(); ++i) {
-      if (places.slots[i] >= 0 && IsStamped(places.slots[i])) places.Forget(i);
+    for (Row *row = list->rows(), *end = row + list->size(); row != end; ++row) {
+      if (*row >= 0 && IsStamped(*row)) *row = kMissingRow;
     }
   }
   return erased + only_below;
@@ -244,8 +244,8 @@ void Table::Clear() {
   std::unique_lock guard(lock_);
   RequireOpen();
   const auto all = static_cast<Slot>(watched() ? index_->slots() : 0);
-  index_->VisitUsed(0, all, [&](Slot slot, const IndexEntry& entry) {
-    if (snapshot_) snapshot_->Preserve(slot);
+  index_->VisitUsed(0, all, [&](Slot, const IndexEntry& entry) {
+    if (snapshot_) snapshot_->Preserve(entry);
     if (changes_) changes_->Remove(entry.key);
   });
   if (changes_) changes_->UnmarkAll();
@@ -282,7 +282,6 @@ void Table::ForgetRows() {
   ++contents_;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) {
-    std::fill_n(list->slots(), list->size(), kNoSlot);
     std::fill_n(list->rows(), list->size(), kMissingRow);
   }
 }
@@ -373,29 +372,35 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
   return Collect(slots, with_values, with_states);
 }
 
-void Table::BeforeChange(Slot slot) {
-  if (slot < 0) return;
-  if (snapshot_) snapshot_->Preserve(slot);
-  if (changes_) changes_->Mark(slot);
+void Table::BeforeChange(const IndexEntry& entry) {
+  if (snapshot_) snapshot_->Preserve(entry);
+  if (changes_) changes_->Mark(entry.row);
 }
 
-void Table::BeforeChange(std::span<const Slot> slots) {
+void Table::BeforeChange(int64_t key, Row row) {
+  if (snapshot_ && !snapshot_->IsSettled(row)) {
+    snapshot_->Preserve(index_->entry(index_->Find(key)));
+  }
+  if (changes_) changes_->Mark(row);
+}
+
+void Table::BeforeChange(std::span<const int64_t> keys, const Row* rows) {
   constexpr size_t kAhead = 16;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    if (snapshot_ && i + kAhead < slots.size()) snapshot_->Prefetch(slots[i + kAhead]);
-    BeforeChange(slots[i]);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (snapshot_ && i + kAhead < keys.size()) snapshot_->Prefetch(rows[i + kAhead]);
+    if (rows[i] != kMissingRow) BeforeChange(keys[i], rows[i]);
   }
 }
 
-void Table::AfterInsert(Slot slot) {
-  if (snapshot_) snapshot_->Skip(slot);
-  if (changes_) changes_->Mark(slot);
+void Table::AfterInsert(Row row) {
+  if (snapshot_) snapshot_->Skip(row);
+  if (changes_) changes_->Mark(row);
 }
 
 void Table::TrackChanges(bool on) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  changes_ = on ? std::make_unique<ChangeSet>(index_->slots()) : nullptr;
+  changes_ = on ? std::make_unique<ChangeSet>(row_capacity()) : nullptr;
 }
 
 Table::Changes Table::TakeChanges(bool with_states) {
@@ -404,15 +409,16 @@ Table::Changes Table::TakeChanges(bool with_states) {
   if (!changes_) {
     throw InvalidState("changes of table '" + options_.name + "' should be tracked but are not");
   }
-  const std::vector<Slot> slots = Select(
-      0, index_->slots(), [&](Slot slot, const IndexEntry&) { return changes_->IsMarked(slot); });
+  const std::vector<Slot> slots = Select(0, index_->slots(), [&](Slot, const IndexEntry& entry) {
+    return changes_->IsMarked(entry.row);
+  });
   Changes taken{Collect(slots, true, with_states), {}};
   for (int64_t key : changes_->removed()) {
     if (index_->Find(key) == kNoSlot) taken.removed.push_back(key);
   }
   std::sort(taken.removed.begin(), taken.removed.end());
   taken.removed.erase(std::unique(taken.removed.begin(), taken.removed.end()), taken.removed.end());
-  changes_ = std::make_unique<ChangeSet>(index_->slots());
+  changes_ = std::make_unique<ChangeSet>(row_capacity());
   return taken;
 }
 
@@ -421,8 +427,8 @@ void Table::RestoreChanges(std::span<const int64_t> changed, std::span<const int
   RequireOpen();
   if (!changes_) return;
   for (int64_t key : changed) {
-    const Slot slot = index_->Find(key);
-    if (slot != kNoSlot) changes_->Mark(slot);
+    const Row row = FindRow(key);
+    if (row != kMissingRow) changes_->Mark(row);
   }
   for (int64_t key : removed) changes_->Remove(key);
 }

@@ -100,7 +100,7 @@ struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"
 
   // slots[i] and rows[i] = slot and row of keys[i], or kNoSlot and kMissingRow. Renews the scores
-  // of those that are there.
+  // of those that are there. slots may be null.
   void (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
                ScoreUpdate update, uint64_t score);
 

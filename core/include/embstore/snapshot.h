@@ -10,9 +10,10 @@
 // is called by whoever holds the table's lock, from several of its threads.
 //
 // Invariants
-//  1. settled[slot] == kSettled  <=>  the row is saved, read, or younger than the snapshot.
+//  1. mark(row) == kSettled  <=>  the row is saved, read, or younger than the snapshot. A key keeps
+//     its row number, so marks stay where they are when the index moves its slot.
 //  2. Every row is given out once; all of them are rows() in number, whatever happens to the table.
-//  3. Growth moves keys to higher slots only, with their mark, so a reader never misses one.
+//  3. Growth moves keys to higher slots only, so a walk by slot never misses one.
 #pragma once
 
 #include <atomic>
@@ -21,6 +22,7 @@
 #include <mutex>
 #include <vector>
 
+#include "embstore/key_index.h"
 #include "embstore/memory.h"
 #include "embstore/types.h"
 
@@ -45,13 +47,15 @@ class Snapshot {
   int64_t Read(int64_t max_rows, int64_t* keys, float* values, float* states, uint64_t* scores);
 
   // ---- for Table; the caller holds its lock ----
-  void Preserve(Slot slot);
-  void Prefetch(Slot slot) const {
-    if (slot >= 0) __builtin_prefetch(marks_.data() + slot, 1);
+  void Preserve(const IndexEntry& entry);  // as the index has it now
+  bool IsSettled(Row row) const {
+    return const_cast<Snapshot*>(this)->mark(row).load(std::memory_order_acquire) == kSettled;
   }
-  void Skip(Slot slot) { mark(slot).store(kSettled, std::memory_order_relaxed); }
-  void Grow(int64_t capacity) { marks_.Grow(static_cast<size_t>(capacity)); }
-  void Move(Slot from, Slot to);
+  void Prefetch(Row row) const {
+    if (row >= 0) __builtin_prefetch(marks_.data() + row, 1);
+  }
+  void Skip(Row row) { mark(row).store(kSettled, std::memory_order_relaxed); }
+  void Grow(int64_t rows) { marks_.Grow(static_cast<size_t>(rows)); }
 
  private:
   enum : uint8_t { kUnread = 0, kSaving = 1, kSettled = 2 };
@@ -66,8 +70,8 @@ class Snapshot {
   struct Output;
   static constexpr int64_t kShards = 8;
 
-  std::atomic_ref<uint8_t> mark(Slot slot) {
-    return std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[slot]);
+  std::atomic_ref<uint8_t> mark(Row row) {
+    return std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[row]);
   }
   bool TakeSaved(Saved& block, bool full_only);
   void Emit(const Saved& block, int64_t first, int64_t count, Output& out) const;
@@ -75,7 +79,7 @@ class Snapshot {
 
   std::shared_ptr<Table> table_;
   int64_t rows_ = 0, rows_per_block_ = 0;
-  HugeBuffer marks_;  // one byte a slot
+  HugeBuffer marks_;  // one byte a row
   std::atomic<int64_t> next_{0};
   Shard shards_[kShards];
   std::mutex rest_mutex_;
