@@ -11,9 +11,6 @@
 namespace embstore {
 namespace {
 
-// Rows copied under one hold of the lock: about a tenth of a millisecond, so a training step hardly
-// waits.
-constexpr int64_t kSlotsPerHold = 1024;
 constexpr int64_t kBlockBytes = int64_t{2} << 20;
 
 }  // namespace
@@ -32,7 +29,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table) : table_(std::move(table)) {
   if (table_->snapshot_) {
     throw InvalidState("table '" + table_->options_.name + "' has a snapshot already");
   }
-  marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity()));
+  marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity_));
   rows_ = table_->index_->size();
   rows_per_block_ = std::max<int64_t>(
       16, kBlockBytes / (table_->row_stride_ + static_cast<int64_t>(sizeof(IndexEntry))));
@@ -105,32 +102,29 @@ void Snapshot::Emit(const Saved& block, int64_t first, int64_t count, Output& ou
   }
 }
 
-// Reads the next few slots. False when there are none.
+// Reads the next few rows. False when there are none.
 bool Snapshot::Walk(Output& out, int64_t room) {
   std::shared_lock guard(table_->lock_);
   table_->RequireOpen();
-  const int64_t all = table_->index_->slots();
-  const int64_t step = std::min(room, kSlotsPerHold);
-  const int64_t begin = next_.fetch_add(step, std::memory_order_relaxed);
-  if (begin >= all) {
-    next_.fetch_sub(step, std::memory_order_relaxed);  // the table may grow yet
-    return false;
+  const auto is_unread = [&](const IndexEntry& entry) {
+    return mark(entry.row).load(std::memory_order_relaxed) != kSettled;
+  };
+  std::vector<Row> numbers;
+  {
+    std::lock_guard walk_guard(walk_mutex_);
+    if (walk_.ended) return false;
+    table_->index_->Advance(walk_, room, is_unread, [&](const IndexEntry& entry) {
+      mark(entry.row).store(kSettled, std::memory_order_relaxed);
+      const int64_t to = out.count + std::ssize(numbers);
+      out.keys[to] = entry.key;
+      out.scores[to] = entry.score;
+      numbers.push_back(entry.row);
+    });
   }
-  Row numbers[kSlotsPerHold];
-  int64_t n = 0;
-  const int64_t end = std::min(begin + step, all);
-  table_->index_->VisitUsed(static_cast<Slot>(begin), static_cast<Slot>(end),
-                            [&](Slot, const IndexEntry& entry) {
-                              if (mark(entry.row).load(std::memory_order_relaxed) == kSettled)
-                                return;
-                              mark(entry.row).store(kSettled, std::memory_order_relaxed);
-                              out.keys[out.count + n] = entry.key;
-                              out.scores[out.count + n] = entry.score;
-                              numbers[n++] = entry.row;
-                            });
-  table_->CopyRows(numbers, n, out.values ? out.values + out.count * table_->options_.dim : nullptr,
+  table_->CopyRows(numbers.data(), std::ssize(numbers),
+                   out.values ? out.values + out.count * table_->options_.dim : nullptr,
                    out.states ? out.states + out.count * table_->state_width_ : nullptr);
-  out.count += n;
+  out.count += std::ssize(numbers);
   return true;
 }
 

@@ -76,7 +76,7 @@ class MemoryStore final : public Store {
       throw InvalidArgument("capacity_rows should be at least 0 but is: " +
                             std::to_string(capacity_rows));
     }
-    rows_ = RowHeap(row_bytes, index_.capacity());
+    rows_ = RowHeap(row_bytes, 1);
   }
 
   std::string Describe() const override { return "memory store"; }
@@ -147,11 +147,11 @@ class MemoryStore final : public Store {
         layout = store.layout_;
       }
       void Next(int64_t max_rows, StoredRows& block) override {
-        store.Copy(next, layout, max_rows, block);
+        store.Copy(walk, layout, max_rows, block);
       }
       const MemoryStore& store;
       uint64_t layout;
-      int64_t next = 0;
+      KeyIndex::Walk walk;
     };
     return std::make_unique<Scanner>(*this);
   }
@@ -185,27 +185,22 @@ class MemoryStore final : public Store {
     places_.resize(keys.size());
     ActiveKernels().find(index_.view(), keys.data(), n, places_.data(), numbers_.data(),
                          ScoreUpdate::kKeep, 0);
-    const uint64_t before = layout_;
+    bool moved = false;  // growing moves slots
     for (size_t i = 0; i < keys.size(); ++i) {
       // 0 means empty in the index. No table gives it, but a user may.
       const uint64_t score = std::max<uint64_t>(scores[i], 1);
       Slot slot = places_[i];
-      if (slot == kNoSlot || layout_ != before)
-        slot = Insert(keys[i], score);  // growing moves slots
+      if (slot == kNoSlot || moved) slot = index_.Find(keys[i]);
+      if (slot == kNoSlot) {
+        moved |= MakeRoom(index_.size() + 1);
+        index_.InsertNew({keys[i], score, rows_.Next(0)});
+        numbers_[i] = rows_.Next(0);
+        rows_.Take(1);
+        continue;
+      }
       index_.set_score(slot, score);
       numbers_[i] = index_.row(slot);
     }
-  }
-
-  Slot Insert(int64_t key, uint64_t score) {
-    KeyIndex::Insertion place = index_.FindOrInsert(key, score);
-    for (; place.slot == kNoSlot; place = index_.FindOrInsert(key, score)) Grow();
-    if (place.inserted) {
-      index_.AddSize(1);
-      index_.set_row(place.slot, rows_.Next(0));
-      rows_.Take(1);
-    }
-    return place.slot;
   }
 
   // Copies one part of the rows, so that the last of equal keys is the last to be written.
@@ -240,26 +235,28 @@ class MemoryStore final : public Store {
     }
   }
 
-  void Grow() {
-    RequireAvailableMemory(
-        index_.bytes_to_grow(),
-        "growing a memory store to " + std::to_string(2 * index_.capacity()) + " rows");
-    rows_.Grow(2 * index_.capacity());
-    index_.Grow([](Slot, Slot) {});
-    ++layout_;
+  // Whether slots may have moved.
+  bool MakeRoom(int64_t rows) {
+    if (rows <= room_) return false;
+    room_ = rows + std::max<int64_t>(rows / 64, 1024);  // some ahead, to look at the index seldom
+    rows_.Grow(room_);
+    index_.Reserve(room_);
+    return true;
   }
 
-  void Copy(int64_t& next, uint64_t layout, int64_t max_rows, StoredRows& block) const {
+  void Copy(KeyIndex::Walk& walk, uint64_t layout, int64_t max_rows, StoredRows& block) const {
     std::shared_lock guard(lock_);
-    if (layout != layout_) throw InvalidState(Describe() + " was grown or cleared during a scan");
+    if (layout != layout_) throw InvalidState(Describe() + " was cleared during a scan");
     block = {};
-    for (; next < index_.slots() && std::ssize(block.keys) < max_rows; ++next) {
-      const auto slot = static_cast<Slot>(next);
-      if (!index_.IsUsed(slot)) continue;
-      const IndexEntry entry = index_.entry(slot);
-      block.keys.push_back(entry.key);
-      block.scores.push_back(entry.score);
-      block.rows.insert(block.rows.end(), rows_.at(entry.row), rows_.at(entry.row) + row_bytes());
+    while (!walk.ended && std::ssize(block.keys) < max_rows) {
+      index_.Advance(
+          walk, max_rows - std::ssize(block.keys), [](const IndexEntry&) { return true; },
+          [&](const IndexEntry& entry) {
+            block.keys.push_back(entry.key);
+            block.scores.push_back(entry.score);
+            block.rows.insert(block.rows.end(), rows_.at(entry.row),
+                              rows_.at(entry.row) + row_bytes());
+          });
     }
   }
 
@@ -267,7 +264,8 @@ class MemoryStore final : public Store {
   mutable RwLock lock_;
   KeyIndex index_;
   RowHeap rows_;
-  uint64_t layout_ = 0;  // changes when slots do
+  int64_t room_ = 0;     // keys that index and rows have room for
+  uint64_t layout_ = 0;  // changes when all rows go
   // Of the running Put: slots as they were found, and rows.
   std::vector<Slot> places_;
   std::vector<Row> numbers_;

@@ -165,12 +165,15 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   FindAll(keys, rows, batch);
   if (watched()) BeforeChange(keys, rows);  // rows change even where scores stay
   std::vector<uint32_t> missing;
+  std::vector<uint8_t> is_new(scores ? keys.size() : 0);  // inserted with its score
   for (int64_t i = 0; i < n; ++i) {
-    if (rows[i] == kMissingRow) missing.push_back(static_cast<uint32_t>(i));
+    if (rows[i] != kMissingRow) continue;
+    missing.push_back(static_cast<uint32_t>(i));
+    if (scores) is_new[static_cast<size_t>(i)] = 1;
   }
   // A row that is replaced as a whole need not be fetched.
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
-  const int64_t refused = InsertMissing(keys.data(), rows, missing, batch.score,
+  const int64_t refused = InsertMissing(keys.data(), rows, missing, batch.score, scores,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
                                         values);  // cheaper than what they would begin with
   Grouping grouping(rows, n, rows_.used());
@@ -186,7 +189,9 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
       ActiveKernels().store_vector(values + i * options_.dim, options_.dim, options_.dtype,
                                    rows_.at(row));
       if (states) std::copy_n(states + i * state_width_, state_width_, state_at(row));
-      if (scores) index_->set_score(index_->Find(keys[static_cast<size_t>(i)]), scores[i]);
+      if (scores && !is_new[static_cast<size_t>(i)]) {
+        index_->set_score(index_->Find(keys[static_cast<size_t>(i)]), scores[i]);
+      }
       if (tracks_dirty()) MarkDirty(row);
     }
   });
@@ -243,11 +248,12 @@ int64_t Table::CountOnlyBelow(std::span<const int64_t> keys) const {
 void Table::Clear() {
   std::unique_lock guard(lock_);
   RequireOpen();
-  const auto all = static_cast<Slot>(watched() ? index_->slots() : 0);
-  index_->VisitUsed(0, all, [&](Slot, const IndexEntry& entry) {
-    if (snapshot_) snapshot_->Preserve(entry);
-    if (changes_) changes_->Remove(entry.key);
-  });
+  if (watched()) {
+    index_->VisitAll([&](Slot, const IndexEntry& entry) {
+      if (snapshot_) snapshot_->Preserve(entry);
+      if (changes_) changes_->Remove(entry.key);
+    });
+  }
   if (changes_) changes_->UnmarkAll();
   if (options_.store) options_.store->Clear();
   ForgetRows();
@@ -286,26 +292,6 @@ void Table::ForgetRows() {
   }
 }
 
-// The used slots of [begin, end) that are wanted, ascending.
-template <typename Wanted>
-std::vector<Slot> Table::Select(int64_t begin, int64_t end, const Wanted& wanted) const {
-  constexpr int64_t kSlotsPerTask = 1 << 15;
-  const int64_t tasks = (end - begin + kSlotsPerTask - 1) / kSlotsPerTask;
-  std::vector<std::vector<Slot>> parts(static_cast<size_t>(tasks));
-  ParallelFor(tasks, [&](int64_t task) {
-    std::vector<Slot>& part = parts[static_cast<size_t>(task)];
-    const int64_t first = begin + task * kSlotsPerTask;
-    const int64_t last = std::min(first + kSlotsPerTask, end);
-    index_->VisitUsed(static_cast<Slot>(first), static_cast<Slot>(last),
-                      [&](Slot slot, const IndexEntry& entry) {
-                        if (wanted(slot, entry)) part.push_back(slot);
-                      });
-  });
-  std::vector<Slot> slots;
-  for (const std::vector<Slot>& part : parts) slots.insert(slots.end(), part.begin(), part.end());
-  return slots;
-}
-
 void Table::CopyRows(const Row* numbers, int64_t n, float* values, float* states) const {
   if (values) {
     ActiveKernels().gather(rows(), numbers, n, nullptr, values, DType::kFloat32, options_.dim);
@@ -318,18 +304,19 @@ void Table::CopyRows(const Row* numbers, int64_t n, float* values, float* states
   }
 }
 
-RowBlock Table::Collect(std::span<const Slot> slots, bool with_values, bool with_states) const {
-  const auto n = static_cast<int64_t>(slots.size());
+RowBlock Table::Collect(std::span<const IndexEntry> entries, bool with_values,
+                        bool with_states) const {
+  const auto n = std::ssize(entries);
   RowBlock block;
-  block.keys.resize(slots.size());
-  block.scores.resize(slots.size());
-  if (with_values) block.values.resize(slots.size() * static_cast<size_t>(options_.dim));
-  if (with_states) block.states.resize(slots.size() * static_cast<size_t>(state_width_));
+  block.keys.resize(entries.size());
+  block.scores.resize(entries.size());
+  if (with_values) block.values.resize(entries.size() * static_cast<size_t>(options_.dim));
+  if (with_states) block.states.resize(entries.size() * static_cast<size_t>(state_width_));
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, end = std::min(begin + kKeysPerTask, n);
     Row numbers[kKeysPerTask];
     for (int64_t i = begin; i < end; ++i) {
-      const IndexEntry entry = index_->entry(slots[static_cast<size_t>(i)]);
+      const IndexEntry& entry = entries[static_cast<size_t>(i)];
       block.keys[static_cast<size_t>(i)] = entry.key;
       block.scores[static_cast<size_t>(i)] = entry.score;
       numbers[i - begin] = entry.row;
@@ -348,28 +335,19 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
   }
   std::shared_lock guard(lock_);
   RequireOpen();
-  if (!cursor.started) cursor = {0, layout_, true};
+  if (!cursor.started) cursor = {0, {}, layout_, true};
   if (cursor.layout != layout_) {
-    throw InvalidState("table '" + options_.name + "' was grown or cleared during an export");
+    throw InvalidState("table '" + options_.name + "' was cleared during an export");
   }
-  const int64_t all = index_->slots();
-  std::vector<Slot> slots;
-  int64_t next = cursor.next;
-  // The window widens while few rows match, so that a rare match costs no more calls than a common
-  // one.
-  for (int64_t window = 2 * max_rows; next < all && std::ssize(slots) < max_rows; window *= 2) {
-    const int64_t end = std::min(next + window, all);
-    const std::vector<Slot> more =
-        Select(next, end, [&](Slot, const IndexEntry& entry) { return entry.score >= min_score; });
-    slots.insert(slots.end(), more.begin(), more.end());
-    next = end;
+  std::vector<IndexEntry> entries;
+  while (!cursor.walk.ended && std::ssize(entries) < max_rows) {
+    index_->Advance(
+        cursor.walk, max_rows - std::ssize(entries),
+        [&](const IndexEntry& entry) { return entry.score >= min_score; },
+        [&](const IndexEntry& entry) { entries.push_back(entry); });
   }
-  if (std::ssize(slots) > max_rows) {
-    next = slots[static_cast<size_t>(max_rows)];
-    slots.resize(static_cast<size_t>(max_rows));
-  }
-  cursor.next = next < all ? next : -1;
-  return Collect(slots, with_values, with_states);
+  cursor.next = cursor.walk.ended ? -1 : 0;
+  return Collect(entries, with_values, with_states);
 }
 
 void Table::BeforeChange(const IndexEntry& entry) {
@@ -400,7 +378,7 @@ void Table::AfterInsert(Row row) {
 void Table::TrackChanges(bool on) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  changes_ = on ? std::make_unique<ChangeSet>(row_capacity()) : nullptr;
+  changes_ = on ? std::make_unique<ChangeSet>(row_capacity_) : nullptr;
 }
 
 Table::Changes Table::TakeChanges(bool with_states) {
@@ -409,16 +387,17 @@ Table::Changes Table::TakeChanges(bool with_states) {
   if (!changes_) {
     throw InvalidState("changes of table '" + options_.name + "' should be tracked but are not");
   }
-  const std::vector<Slot> slots = Select(0, index_->slots(), [&](Slot, const IndexEntry& entry) {
-    return changes_->IsMarked(entry.row);
+  std::vector<IndexEntry> changed;
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    if (changes_->IsMarked(entry.row)) changed.push_back(entry);
   });
-  Changes taken{Collect(slots, true, with_states), {}};
+  Changes taken{Collect(changed, true, with_states), {}};
   for (int64_t key : changes_->removed()) {
     if (index_->Find(key) == kNoSlot) taken.removed.push_back(key);
   }
   std::sort(taken.removed.begin(), taken.removed.end());
   taken.removed.erase(std::unique(taken.removed.begin(), taken.removed.end()), taken.removed.end());
-  changes_ = std::make_unique<ChangeSet>(row_capacity());
+  changes_ = std::make_unique<ChangeSet>(row_capacity_);
   return taken;
 }
 

@@ -34,16 +34,15 @@ FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing)
   return FetchedRows(*options_.store, keys, missing, /*with_scores=*/counts_occurrences());
 }
 
-void Table::FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below,
-                    const float* initial) {
+void Table::FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
+                    float* scratch) {
   const FetchedRows::Row fetched = below.Find(key);
   if (tracks_dirty()) dirty_[static_cast<size_t>(row)] = 0;
   if (!fetched.data) {
-    InitRow(row, key, initial);
+    InitRow(row, key, initial, scratch);
     return;
   }
   std::memcpy(rows_.at(row), fetched.data, static_cast<size_t>(stored_row_bytes()));
-  if (fetched.score) index_->set_score(slot, index_->score(slot) + fetched.score);
   std::atomic_ref<int64_t>(stats_.fetches).fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -75,21 +74,6 @@ void Table::WriteBack(std::span<const Evicted> rows) {
   }
 }
 
-// The rows of victims and of free slots have not been touched, so the index alone has to go back.
-void Table::Undo(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                 std::span<const uint32_t> inserted, std::span<const Evicted> evicted) {
-  for (const Evicted& gone : evicted) index_->Replace(gone.slot, gone.key, gone.score);
-  int64_t erased = 0;
-  for (uint32_t i : inserted) {
-    const Slot slot = index_->Find(keys[i]);
-    if (slot == kNoSlot) continue;  // it had the place of a victim
-    FreeSlot(slot);
-    ++erased;
-  }
-  index_->AddSize(-erased);
-  for (uint32_t i : missing) rows[i] = FindRow(keys[i]);
-}
-
 Row Table::FindRow(int64_t key) const {
   const Slot slot = index_->Find(key);
   return slot == kNoSlot ? kMissingRow : index_->row(slot);
@@ -111,7 +95,7 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32
   std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
   if (missing.empty()) return;
   // The lowest score: a row that is brought up and then not used goes first.
-  InsertMissing(keys.data(), rows, missing, 1, below, nullptr);
+  InsertMissing(keys.data(), rows, missing, 1, nullptr, below, nullptr);
   if (!counts_occurrences()) return;
   for (uint32_t i : missing) {  // coming up is no occurrence
     const Slot slot = index_->Find(keys[i]);
@@ -170,9 +154,9 @@ void Table::WriteBackDirty() {
     WriteBack(rows);
     rows.clear();
   };
-  index_->VisitUsed(0, static_cast<Slot>(index_->slots()), [&](Slot slot, const IndexEntry& entry) {
+  index_->VisitAll([&](Slot slot, const IndexEntry& entry) {
     if (!dirty_[static_cast<size_t>(entry.row)]) return;
-    rows.push_back({entry.key, entry.score, slot, entry.row});
+    rows.push_back({entry.key, entry.score, slot, entry.row, false});
     if (rows.size() == kRowsPerPut) write();
   });
   write();

@@ -3,7 +3,7 @@
 // Copy before write: a call that is about to change a row which nobody has read yet saves the row
 // first, once. So taking a snapshot costs no copy, and training pays for the rows it touches only.
 //
-//     slots   0 ........ next ............ capacity
+//     hashes  0 ........ next ............ 2^64
 //             read       not read yet: whoever changes a row saves it (key, score, vector, state)
 //
 // Thread safety: Read may be called by several threads; each row is given to one of them. Preserve
@@ -13,7 +13,8 @@
 //  1. mark(row) == kSettled  <=>  the row is saved, read, or younger than the snapshot. A key keeps
 //     its row number, so marks stay where they are when the index moves its slot.
 //  2. Every row is given out once; all of them are rows() in number, whatever happens to the table.
-//  3. Growth moves keys to higher slots only, so a walk by slot never misses one.
+//  3. The walk goes in the order of the hash (KeyIndex::Walk), so growth does not make it miss a
+//  row.
 #pragma once
 
 #include <atomic>
@@ -80,7 +81,8 @@ class Snapshot {
   std::shared_ptr<Table> table_;
   int64_t rows_ = 0, rows_per_block_ = 0;
   HugeBuffer marks_;  // one byte a row
-  std::atomic<int64_t> next_{0};
+  std::mutex walk_mutex_;
+  KeyIndex::Walk walk_;
   Shard shards_[kShards];
   std::mutex rest_mutex_;
   Saved rest_;  // a saved block that did not fit the last output

@@ -10,8 +10,10 @@
 //
 // Invariants
 //  1. A row is initialised (or assigned) in the call that inserts its key.
-//  2. Rows held by a SlotList are never given to another key: eviction skips them, erasing turns
-//     them into kMissingRow in the list.
+//  2. Rows held by a SlotList are not given to another key while any other row can go. A row that
+//     is erased, or evicted all the same, becomes kMissingRow in the list, and its gradient is
+//     dropped. Rows of the running batch are never evicted: a key for which there is no other row
+//     is refused.
 //  3. A row in use belongs to exactly one used slot. What is known of a key beside its score
 //  (dirty,
 //     pinned, saved, changed) is kept by row number, so the index may move its slots freely.
@@ -70,9 +72,10 @@ int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimiz
 struct TableStats {
   int64_t size = 0, capacity = 0, max_capacity = 0;
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
-  int64_t log_dropped = 0;               // evictions that the log had no room for
-  int64_t unadmitted = 0;                // occurrences that were answered without a row
-  int64_t bytes = 0;                     // of the index, and of the rows in use so far
+  int64_t dropped_gradients = 0;  // rows of live batches that were evicted before their update
+  int64_t log_dropped = 0;        // evictions that the log had no room for
+  int64_t unadmitted = 0;         // occurrences that were answered without a row
+  int64_t bytes = 0;              // of the index, and of the rows in use so far
   int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
 };
 
@@ -163,9 +166,11 @@ class Table : public std::enable_shared_from_this<Table> {
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
   // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and
-  // is -1 after the last. Throws InvalidState when the table was grown or cleared in between.
+  // is -1 after the last. Growth in between does no harm. Throws InvalidState when the table was
+  // cleared in between, or moved rows to its store.
   struct Cursor {
-    int64_t next = 0;
+    int64_t next = 0;  // or -1
+    KeyIndex::Walk walk;
     uint64_t layout = 0;
     bool started = false;
   };
@@ -265,24 +270,39 @@ class Table : public std::enable_shared_from_this<Table> {
   friend class SlotList;
   friend class ForkGuard;
   struct Evicted {
-    int64_t key;
-    uint64_t score;
-    Slot slot;
-    Row row;
+    int64_t key = 0;
+    uint64_t score = 0;
+    Slot slot = kNoSlot;
+    Row row = kMissingRow;
+    bool pinned = false;  // by another batch
   };
-  struct InsertPass;  // what one pass over missing keys yields
+  struct Newcomers;
 
   explicit Table(const TableOptions& options);
-  void Grow();
-  void GrowFor(const int64_t* keys, std::span<const uint32_t> missing);
-  void RequireRows(int64_t rows);  // in all; throws OutOfMemory
-  InsertPass Insert(const int64_t* keys, Slot* slots, Row* rows, std::span<const uint32_t> missing,
-                    uint64_t score, bool evict);
+  // Room for so many rows in all: in the index, in memory and for marks. Throws OutOfMemory and
+  // changes no row.
+  void MakeRoom(int64_t rows);
+  Newcomers Distinct(const int64_t* keys, std::span<const uint32_t> missing, uint64_t score,
+                     const uint64_t* scores, const FetchedRows& below) const;
+  Slot Victim(uint64_t hash) const;
+  void Evict(Slot slot, int64_t newcomer, Newcomers& fresh);
+  void EvictAside(Newcomers& fresh);
+  void Place(const int64_t* keys, Newcomers& fresh);
+  void Undo(const int64_t* keys, Newcomers& fresh);
+  void Unpin(std::span<const Evicted> evicted, const Row* own);
+  void FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
+                const float* initial);
+  void InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
+                          const float* initial);
+  // scores: those of new rows, or null for `score`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                        uint64_t score, const FetchedRows& below, const float* initial);
-  void FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below, const float* initial);
-  void Undo(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-            std::span<const uint32_t> inserted, std::span<const Evicted> evicted);
+                        uint64_t score, const uint64_t* scores, const FetchedRows& below,
+                        const float* initial);
+  static constexpr int64_t kRowsPerFill = 512;
+  static int64_t FillTasks(int64_t rows) { return (rows + kRowsPerFill - 1) / kRowsPerFill; }
+  void FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
+               float* scratch);  // scratch holds a vector
+  bool evicts() const { return options_.score_strategy != ScoreStrategy::kNoEviction; }
   bool MayExceedBudget() const;
   void WriteBack(std::span<const Evicted> rows);
   void WriteBackDirty();
@@ -290,18 +310,15 @@ class Table : public std::enable_shared_from_this<Table> {
   void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
   int64_t CountOnlyBelow(std::span<const int64_t> keys) const;
   Store& RequireStore() const;
-  void StampPinned();
+  void StampPinned(const Row* own);  // own: rows of the running batch
   void LogEvictions(std::span<Evicted> evicted);
-  void InitRow(Row row, int64_t key, const float* initial);
+  void InitRow(Row row, int64_t key, const float* initial, float* scratch);
   void AfterInsert(Row row);  // a row that was free
-  template <typename Wanted>
-  std::vector<Slot> Select(int64_t begin, int64_t end, const Wanted& wanted) const;
   // values (n, dim) and states (n, state width) of these rows; each may be null.
   void CopyRows(const Row* numbers, int64_t n, float* values, float* states) const;
-  RowBlock Collect(std::span<const Slot> slots, bool with_values, bool with_states) const;
+  RowBlock Collect(std::span<const IndexEntry> entries, bool with_values, bool with_states) const;
   float* state_at(Row row) const { return reinterpret_cast<float*>(rows_.at(row) + state_offset_); }
   void FreeSlot(Slot slot);
-  int64_t row_capacity() const { return index_->capacity(); }  // row numbers are below it
   bool IsStamped(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_; }
   void Stamp(Row row) { stamps_[static_cast<size_t>(row)] = stamp_; }
   void NextStamp();
@@ -312,6 +329,8 @@ class Table : public std::enable_shared_from_this<Table> {
   mutable RwLock lock_;
   std::optional<KeyIndex> index_;  // empty once closed
   RowHeap rows_;
+  int64_t row_limit_ = 0;     // rows at most
+  int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
@@ -324,7 +343,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // be dropped by a thread that must not wait for the table.
   std::mutex lists_mutex_;
   std::vector<SlotList*> lists_;
-  // stamps_[row] == stamp_ marks a row as pinned for the running call.
+  // stamps_[row] == stamp_ marks a row of the running call, stamp_ - 1 one of another live batch.
   std::vector<uint8_t> stamps_;
   uint8_t stamp_ = 0;
   std::vector<uint8_t> dirty_;  // one for each row number; empty without a store
