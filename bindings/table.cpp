@@ -155,7 +155,8 @@ void BindTable(nb::module_& m) {
       .def_ro("unadmitted", &TableStats::unadmitted)
       .def_ro("bytes", &TableStats::bytes)
       .def_ro("fetches", &TableStats::fetches)
-      .def_ro("write_backs", &TableStats::write_backs);
+      .def_ro("write_backs", &TableStats::write_backs)
+      .def_ro("dropped_gradients", &TableStats::dropped_gradients);
 
   nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
 

@@ -135,13 +135,13 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
     if (sorted.empty()) return;
     Table& table = work->request->slots->table();
-    const Slot* slots = work->request->slots->slots();
+    const int64_t* keys = work->request->slots->keys();
     if (table.watched() || table.tracks_dirty()) {
       for (size_t i = 0; i < sorted.size(); ++i) {
         if (i > 0 && sorted[i].row == sorted[i - 1].row) continue;
-        const Slot slot = slots[sorted[i].index];
-        if (table.watched()) table.BeforeChange(slot);
-        if (table.tracks_dirty()) table.MarkDirty(slot);
+        const auto row = static_cast<Row>(sorted[i].row);
+        if (table.watched()) table.BeforeChange(keys[sorted[i].index], row);
+        if (table.tracks_dirty()) table.MarkDirty(row);
       }
     }
     thread_local std::vector<float> scratch;
@@ -174,7 +174,6 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
   ReducedGradients result;
   result.keys.resize(static_cast<size_t>(begins.back()));
   result.sums.resize(static_cast<size_t>(begins.back() * dim));
-  const IndexView index = table.index();
   ParallelFor(partitions, [&](int64_t p) {
     const std::span<Occurrence> items = sorted[static_cast<size_t>(p)];
     int64_t at = begins[static_cast<size_t>(p)];
@@ -182,8 +181,7 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
                            works[0].gradients, result.sums.data() + at * dim);
     for (size_t i = 0; i < items.size(); ++i) {
       if (i > 0 && items[i].row == items[i - 1].row) continue;
-      const Slot slot = request.slots->slots()[items[i].index];
-      result.keys[static_cast<size_t>(at++)] = index.key(slot);
+      result.keys[static_cast<size_t>(at++)] = request.slots->keys()[items[i].index];
     }
   });
   return result;
@@ -215,20 +213,20 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                             bool renew_scores) {
   RequireBatchSize(keys.size());
   const auto n = static_cast<int64_t>(keys.size());
-  const SlotList list(table.shared_from_this(), n);
+  const SlotList list(table.shared_from_this(), keys);
   int64_t missing = 0;
   if (table.store() || renew_scores) {
     std::unique_lock guard(table.lock());
     table.RequireOpen();
-    if (table.store()) table.BringUp(keys, list.places());
-    if (renew_scores) table.FindAll(keys, list.places(), table.NextBatchScore());
-    // Later another thread may grow the table, which rewrites the list.
-    missing = std::count(list.slots(), list.slots() + n, kNoSlot);
+    if (table.store()) table.BringUp(keys, list.rows());
+    if (renew_scores) table.FindAll(keys, list.rows(), table.NextBatchScore());
+    // Later another thread may erase keys, which rewrites the list.
+    missing = std::count(list.rows(), list.rows() + n, kMissingRow);
   } else {
     std::shared_lock guard(table.lock());
     table.RequireOpen();
-    table.FindAll(keys, list.places(), {ScoreUpdate::kKeep, 0});
-    missing = std::count(list.slots(), list.slots() + n, kNoSlot);
+    table.FindAll(keys, list.rows(), {ScoreUpdate::kKeep, 0});
+    missing = std::count(list.rows(), list.rows() + n, kMissingRow);
   }
   // Between the two locks the list keeps its rows where they are, or follows them.
   GradientRequest request;

@@ -1,6 +1,7 @@
 #include "embstore/hash.h"
 
 #include <bit>
+#include <random>
 
 namespace embstore {
 
@@ -26,6 +27,26 @@ uint64_t Xxh64OfKey(int64_t key, uint64_t seed) {
   h *= kPrime3;
   h ^= h >> 32;
   return h;
+}
+
+HashSecret SecretOf(uint64_t seed) {
+  // splitmix64: neighbouring seeds give unrelated constants.
+  const auto next = [&seed] {
+    uint64_t z = seed += 0x9e3779b97f4a7c15ULL;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+    return z ^ (z >> 31);
+  };
+  const uint64_t mask = next(), first = next() | 1, second = next() | 1;
+  return {mask, first, second};
+}
+
+uint64_t ProcessSeed() {
+  static const uint64_t seed = [] {
+    std::random_device device;
+    return static_cast<uint64_t>(device()) << 32 | device();
+  }();
+  return seed;
 }
 
 }  // namespace embstore

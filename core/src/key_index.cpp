@@ -1,7 +1,6 @@
 #include "embstore/key_index.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -13,11 +12,12 @@
 namespace embstore {
 namespace {
 
-constexpr int64_t kMaxSlots = INT32_MAX;
-constexpr int64_t kMaxCapacity = 1'900'000'000;  // which has so many slots at most
-constexpr int kMaxSplits = 24;                   // bits of the hash that are kept for them
+constexpr uint32_t kWidths[] = {16, 18, 20, 22, 25, 28};  // of stripes, in buckets; then 2 x 16
+constexpr uint32_t kStripe = kWidths[0];
+// Fuller than this a stripe that is the last to grow would be over-full.
+constexpr double kMostLoad = 0.93;
 
-void Check(bool ok, const char* field, const char* should, double value) {
+void Check(bool ok, const char* field, const std::string& should, double value) {
   if (ok) return;
   std::string text = std::to_string(value);
   if (value == std::floor(value) && std::abs(value) < 1e15) {
@@ -28,218 +28,425 @@ void Check(bool ok, const char* field, const char* should, double value) {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+IndexLayout MakeLayout(uint32_t width, uint32_t bits) {
+  return {static_cast<uint64_t>(width) << bits, width, bits};
+}
+
+// The smallest layout of at least so many buckets. Few buckets are one stripe.
+IndexLayout LayoutFor(int64_t buckets) {
+  if (buckets <= kStripe)
+    return MakeLayout(static_cast<uint32_t>(std::max<int64_t>(buckets, 1)), 0);
+  for (uint32_t bits = 0;; ++bits) {
+    for (const uint32_t width : kWidths) {
+      if (int64_t{width} << bits >= buckets) return MakeLayout(width, bits);
+    }
+  }
+}
+
+IndexLayout After(const IndexLayout& layout) {
+  return LayoutFor(static_cast<int64_t>(layout.buckets) + 1);
+}
+
 }  // namespace
 
 KeyIndex::KeyIndex(const KeyIndexOptions& options)
-    : bucket_capacity_(options.bucket_capacity), max_load_factor_(options.max_load_factor) {
+    : bucket_capacity_(options.bucket_capacity),
+      max_capacity_(options.max_capacity),
+      max_load_factor_(options.max_load_factor),
+      secret_(SecretOf(options.seed)),
+      overflow_secret_(SecretOf(~options.seed)) {
   Check(bucket_capacity_ >= 16 && bucket_capacity_ <= 16384 && bucket_capacity_ % 16 == 0,
         "bucket_capacity", "a multiple of 16 between 16 and 16384",
         static_cast<double>(bucket_capacity_));
-  const std::string at_least =
-      "at least bucket_capacity (" + std::to_string(bucket_capacity_) + ")";
-  Check(options.max_capacity >= bucket_capacity_, "max_capacity", at_least.c_str(),
-        static_cast<double>(options.max_capacity));
-  bucket_groups_ = CeilDiv(bucket_capacity_, kGroup);
-  Check(options.max_capacity <= kMaxCapacity, "max_capacity", "at most 1900000000",
-        static_cast<double>(options.max_capacity));
+  Check(max_capacity_ >= bucket_capacity_, "max_capacity",
+        "at least bucket_capacity (" + std::to_string(bucket_capacity_) + ")",
+        static_cast<double>(max_capacity_));
+  Check(max_capacity_ <= kMaxCapacity, "max_capacity", "at most " + std::to_string(kMaxCapacity),
+        static_cast<double>(max_capacity_));
   Check(options.init_capacity >= 1, "init_capacity", "at least 1",
         static_cast<double>(options.init_capacity));
-  Check(options.init_capacity <= options.max_capacity, "init_capacity", "at most max_capacity",
+  Check(options.init_capacity <= max_capacity_, "init_capacity", "at most max_capacity",
         static_cast<double>(options.init_capacity));
   Check(max_load_factor_ > 0.0 && max_load_factor_ <= 1.0, "max_load_factor",
         "above 0 and at most 1", max_load_factor_);
-
-  const int64_t max_buckets = CeilDiv(options.max_capacity, bucket_capacity_);
-  const int64_t init_buckets = CeilDiv(options.init_capacity, bucket_capacity_);
-  int doublings = 0;
-  while (doublings < kMaxSplits && (max_buckets >> doublings) > init_buckets) ++doublings;
-  // Fewer doublings where they would round max_capacity up by more than a sixteenth,
-  const auto rounded = [&](int d) { return CeilDiv(max_buckets, int64_t{1} << d) << d; };
-  // or beyond what a slot can name.
-  while ((rounded(doublings) - max_buckets) * 16 > max_buckets ||
-         rounded(doublings) * bucket_groups_ * kGroup > kMaxSlots) {
-    --doublings;
-  }
-  base_buckets_ = CeilDiv(max_buckets, int64_t{1} << doublings);
-  capacity_ = base_buckets_ * bucket_capacity_;
-  max_capacity_ = capacity_ << doublings;
-  digest_lines_ = CeilDiv(bucket_capacity_, kLine);
-  const auto digest_bytes = static_cast<size_t>(base_buckets_ * digest_lines_ * kLine);
-  const auto group_bytes = static_cast<size_t>(base_buckets_ * bucket_groups_) * sizeof(IndexGroup);
-  // Padding touches every page of the digests, so ask first.
-  RequireAvailableMemory(digest_bytes + group_bytes,
-                         "an index of " + std::to_string(capacity_) + " rows");
-  digests_ = HugeBuffer(digest_bytes);
-  groups_ = HugeBuffer(group_bytes);
-  PadDigests(0, base_buckets_);
+  bucket_groups_ = static_cast<uint32_t>(CeilDiv(bucket_capacity_ + bucket_capacity_ / 8, kGroup));
+  while (bucket_groups_ > IndexGroup::kBlocks << block_bits_) ++block_bits_;
+  grown_ = LayoutFor(options.init_capacity < max_capacity_
+                         ? CeilDiv(options.init_capacity, bucket_capacity_)
+                         : BucketsFor(max_capacity_));
+  RequireAvailableMemory(BytesOf(grown_),
+                         "an index of " + std::to_string(options.init_capacity) + " rows");
+  groups_ = HugeBuffer(BytesOf(grown_));
 }
 
-void KeyIndex::PadDigests(int64_t first_bucket, int64_t last_bucket) {
-  const int64_t width = digest_lines_ * kLine;
-  if (width == bucket_capacity_) return;
-  for (int64_t bucket = first_bucket; bucket < last_bucket; ++bucket) {
-    std::memset(digests_.data() + bucket * width + bucket_capacity_, kPadDigest,
-                static_cast<size_t>(width - bucket_capacity_));
-  }
+// Stripes at different stages of growth are filled differently, so an index of many stripes keeps
+// some room even at max_capacity.
+int64_t KeyIndex::BucketsFor(int64_t keys) const {
+  const auto at_load = [&](int64_t n, double load) {
+    return static_cast<int64_t>(
+        std::ceil(static_cast<double>(n) / (load * static_cast<double>(bucket_capacity_))));
+  };
+  const int64_t most = CeilDiv(max_capacity_, bucket_capacity_);
+  const int64_t limit = most <= kStripe ? most : at_load(max_capacity_, kMostLoad);
+  const double load = most <= kStripe ? max_load_factor_ : std::min(max_load_factor_, kMostLoad);
+  const int64_t wanted = at_load(keys, load);
+  return keys <= max_capacity_ ? std::min(wanted, limit)
+                               : std::max(at_load(keys, kMostLoad), limit);
+}
+
+int64_t KeyIndex::buckets() const {
+  const auto grown_stripe = static_cast<int64_t>(grown_.buckets >> before_.stripe_bits);
+  return static_cast<int64_t>(grown_.buckets) -
+         not_grown_ * (grown_stripe - int64_t{before_.stripe_buckets});
+}
+
+int64_t KeyIndex::capacity() const {
+  const int64_t keys = buckets() * bucket_capacity_;
+  return keys <= max_capacity_ ? keys : std::max(max_capacity_, size_);
 }
 
 IndexView KeyIndex::view() const {
   IndexView view;
-  view.digests = reinterpret_cast<const uint8_t*>(digests_.data());
   // Scores of hits are renewed through the view; who may do so is the caller's affair.
-  view.groups = const_cast<IndexGroup*>(groups());
-  view.base_buckets = static_cast<uint64_t>(base_buckets_);
-  view.split_mask = (uint64_t{1} << splits_) - 1;
-  view.bucket_capacity = static_cast<uint32_t>(bucket_capacity_);
-  view.digest_lines = static_cast<uint32_t>(digest_lines_);
-  view.bucket_groups = static_cast<uint32_t>(bucket_groups_);
-  // A key away from home costs a line more when its home group is read first, one at home saves a
-  // line.
-  view.mostly_home =
-      2 * std::atomic_ref(const_cast<int64_t&>(away_)).load(std::memory_order_relaxed) <= size_;
+  view.groups = groups();
+  view.secret = secret_;
+  view.grown_from = grown_from_;
+  view.before = before_;
+  view.grown = grown_;
+  view.bucket_groups = bucket_groups_;
+  view.block_bits = block_bits_;
+  view.overflow = overflow_.empty() ? nullptr : overflow_.data();
+  view.overflow_mask = overflow_.size() - 1;
+  view.overflow_secret = overflow_secret_;
   return view;
 }
 
-int64_t KeyIndex::BucketOf(int64_t key) const {
+int64_t KeyIndex::StripeOf(uint64_t hash) const {
+  // Where stripes are split while they grow, both halves are one here.
+  return static_cast<int64_t>(embstore::StripeOf(hash, not_grown_ ? before_ : grown_));
+}
+
+KeyIndex::Stripe KeyIndex::StripeAt(uint64_t hash) const {
+  const IndexLayout& layout = LayoutAt(hash);
+  const uint64_t stripe = embstore::StripeOf(hash, layout);
+  const int64_t slots = int64_t{layout.stripe_buckets} * bucket_groups_ * kGroup;
+  const uint64_t width = layout.stripe_bits ? uint64_t{1} << (64 - layout.stripe_bits) : 0;
+  return {stripe * width, (stripe + 1) * width - 1,
+          static_cast<Slot>(static_cast<int64_t>(stripe) * slots),
+          static_cast<Slot>((static_cast<int64_t>(stripe) + 1) * slots)};
+}
+
+std::pair<int64_t, int64_t> KeyIndex::BucketsOf(uint64_t hash) const {
+  const IndexLayout& layout = LayoutAt(hash);
+  const int64_t home = AnchorOf(hash, layout.buckets, bucket_groups_).bucket;
+  if (layout.stripe_buckets == 1) return {home, home};
+  return {home, SecondOf(hash, layout, bucket_groups_).bucket};
+}
+
+Slot KeyIndex::Find(int64_t key, uint64_t hash) const {
   const IndexView v = view();
-  return HomeOf(HashKey(key), v).bucket;
+  const Anchor home = HomeOf(hash, v);
+  const int64_t group = home.bucket * bucket_groups_ + home.group;
+  const int64_t at = FindInGroup(v.groups[group], key);
+  if (at >= 0) return static_cast<Slot>(group * kGroup + at);
+  const uint32_t away = v.groups[group].away;
+  if (away == 0) return kNoSlot;
+  const Slot slot = FindInBlocks(v, home, away, key);
+  if (slot != kNoSlot || away < IndexGroup::kElsewhere) return slot;
+  return FindElsewhere(v, hash, key);
 }
 
-int64_t KeyIndex::PositionOf(int64_t key, const Home& home) const {
-  const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
-  if (key != 0) {
-    const int64_t at = FindInGroup(bucket[home.group], key);
-    if (at >= 0) return home.position() + at;
-    if (bucket[home.group].away == 0) return -1;
-  }
-  return VisitMatches(
-      digests_of(home.bucket), static_cast<uint32_t>(digest_lines_), home.line(), home.digest,
-      [&](int64_t position) { return bucket[position / kGroup].keys[position % kGroup] == key; });
-}
-
-Slot KeyIndex::Find(int64_t key) const {
-  const Home home = HomeOf(HashKey(key), view());
-  const int64_t position = PositionOf(key, home);
-  return position < 0 ? kNoSlot
-                      : static_cast<Slot>(home.bucket * bucket_groups_ * kGroup + position);
-}
-
-void KeyIndex::Prefetch(int64_t key, bool whole) const {
-  const Home home = HomeOf(HashKey(key), view());
-  const uint8_t* digests = digests_of(home.bucket);
+void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
+  const Anchor home = HomeOf(hash, view());
   const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
   if (!whole) {
-    __builtin_prefetch(digests + home.line() * kLine, 1);
     __builtin_prefetch(bucket + home.group, 1);
     return;
   }
-  for (int64_t line = 0; line < std::min<int64_t>(digest_lines_, 4); ++line) {
-    __builtin_prefetch(digests + line * kLine);
-  }
-  for (int64_t group = 0; group < std::min<int64_t>(bucket_groups_, 86); ++group) {
+  for (int64_t group = 0; group < std::min<int64_t>(bucket_groups_, 96); ++group) {
     __builtin_prefetch(bucket + group);
   }
 }
 
-KeyIndex::Insertion KeyIndex::FindOrInsert(int64_t key, uint64_t score) {
-  const Home home = HomeOf(HashKey(key), view());
-  const int64_t first = home.bucket * bucket_groups_ * kGroup;
-  const int64_t found = PositionOf(key, home);
-  if (found >= 0) return {static_cast<Slot>(first + found), false};
-  const uint64_t* scores = groups()[home.bucket * bucket_groups_ + home.group].scores;
-  const auto* free_at_home = std::find(scores, scores + kGroup, uint64_t{0});
-  const int64_t free =
-      free_at_home != scores + kGroup
-          ? home.position() + (free_at_home - scores)
-          : FirstFree(digests_of(home.bucket), static_cast<uint32_t>(digest_lines_), home);
-  if (free < 0) return {kNoSlot, false};
-  const auto slot = static_cast<Slot>(first + free);
-  Put(slot, key, score, kMissingRow);
-  return {slot, true};
+// Takes the free slot nearest to the group, in the bucket. kNoSlot when there is none.
+Slot KeyIndex::PutNear(IndexGroup* groups, int64_t bucket, uint32_t group,
+                       const IndexEntry& entry) const {
+  IndexGroup* const first = groups + bucket * bucket_groups_;
+  const auto put = [&](uint32_t to) -> Slot {
+    IndexGroup& g = first[to];
+    for (int64_t at = 0; at < kGroup; ++at) {
+      if (g.scores[at] != 0) continue;
+      g.keys[at] = entry.key;
+      g.scores[at] = entry.score;
+      g.rows[at] = entry.row;
+      if (to != group) first[group].away |= 1u << (to >> block_bits_);
+      return static_cast<Slot>((bucket * bucket_groups_ + to) * kGroup + at);
+    }
+    return kNoSlot;
+  };
+  if (const Slot slot = put(group); slot != kNoSlot) return slot;
+  const uint32_t own = group >> block_bits_;
+  const uint32_t blocks = (bucket_groups_ - 1) >> block_bits_;  // the last one
+  uint32_t block = own;
+  do {
+    const uint32_t end = std::min((block + 1) << block_bits_, bucket_groups_);
+    for (uint32_t to = block << block_bits_; to < end; ++to) {
+      if (const Slot slot = put(to); slot != kNoSlot) return slot;
+    }
+    block = block == blocks ? 0 : block + 1;
+  } while (block != own);
+  return kNoSlot;
 }
 
-void KeyIndex::Put(Slot slot, int64_t key, uint64_t score, Row row) {
-  const Home home = HomeOf(HashKey(key), view());
-  IndexGroup& g = group(slot);
-  const int64_t at = slot % kGroup;
-  g.keys[at] = key;
-  g.scores[at] = score;
-  g.rows[at] = row;
-  digests_of(home.bucket)[slot - home.bucket * bucket_groups_ * kGroup] = home.digest;
-  CountAway(slot, home, 1);
+void KeyIndex::CountElsewhere(IndexGroup* groups, const IndexLayout& layout, uint64_t hash) const {
+  const Anchor home = AnchorOf(hash, layout.buckets, bucket_groups_);
+  uint32_t& away = groups[home.bucket * bucket_groups_ + home.group].away;
+  if (away < ~(IndexGroup::kElsewhere - 1)) away += IndexGroup::kElsewhere;
 }
 
-void KeyIndex::CountAway(Slot slot, const Home& home, int32_t delta) {
-  const int64_t home_group = home.bucket * bucket_groups_ + home.group;
-  if (slot / kGroup == home_group) return;
-  groups()[home_group].away += static_cast<uint32_t>(delta);
-  std::atomic_ref<int64_t>(away_).fetch_add(delta, std::memory_order_relaxed);
+bool KeyIndex::InsertInto(IndexGroup* groups, const IndexLayout& layout, const IndexEntry& entry,
+                          uint64_t hash) const {
+  const Anchor home = AnchorOf(hash, layout.buckets, bucket_groups_);
+  if (PutNear(groups, home.bucket, home.group, entry) != kNoSlot) return true;
+  if (layout.stripe_buckets == 1) return false;
+  const Anchor second = SecondOf(hash, layout, bucket_groups_);
+  if (PutNear(groups, second.bucket, second.group, entry) == kNoSlot) return false;
+  CountElsewhere(groups, layout, hash);
+  return true;
 }
 
-void KeyIndex::Replace(Slot slot, int64_t key, uint64_t score) {
-  const Row same = row(slot);
-  Erase(slot);
-  Put(slot, key, score, same);
+bool KeyIndex::Insert(const IndexEntry& entry, uint64_t hash) {
+  return InsertInto(groups(), LayoutAt(hash), entry, hash);
+}
+
+void KeyIndex::InsertAside(const IndexEntry& entry, uint64_t hash) {
+  ReserveOverflow(overflow_used_ + 1);
+  PutAside(entry);
+  CountElsewhere(groups(), LayoutAt(hash), hash);
+}
+
+void KeyIndex::ReserveOverflow(int64_t entries) {
+  if (2 * entries <= std::ssize(overflow_)) return;
+  std::vector<OverflowEntry> larger(
+      std::max<size_t>(16, std::bit_ceil(static_cast<size_t>(4 * entries))), OverflowEntry{});
+  std::swap(overflow_, larger);
+  overflow_used_ = 0;
+  for (const OverflowEntry& e : larger) {
+    if (e.score) PutAside({e.key, e.score, e.row});
+  }
+}
+
+void KeyIndex::PutAside(const IndexEntry& entry) {
+  const size_t mask = overflow_.size() - 1;
+  size_t at = KeyedHash(entry.key, overflow_secret_) & mask;
+  while (overflow_[at].score) at = (at + 1) & mask;
+  overflow_[at] = {entry.key, entry.score, entry.row};
+  ++overflow_used_;
 }
 
 void KeyIndex::Erase(Slot slot) {
-  const Home home = HomeOf(HashKey(key(slot)), view());
-  CountAway(slot, home, -1);
-  digests_of(home.bucket)[slot - home.bucket * bucket_groups_ * kGroup] = kFreeDigest;
-  IndexGroup& g = group(slot);
-  const int64_t at = slot % kGroup;
-  g.keys[at] = 0;
-  g.scores[at] = 0;
+  const int64_t key = this->key(slot);
+  const uint64_t hash = Hash(key);
+  const IndexView v = view();
+  const Anchor home = HomeOf(hash, v);
+  uint32_t& away = v.groups[home.bucket * bucket_groups_ + home.group].away;
+  const auto leave_elsewhere = [&] {
+    if (away < ~(IndexGroup::kElsewhere - 1)) away -= IndexGroup::kElsewhere;
+  };
+  if (slot >= kFirstOverflowSlot) {
+    leave_elsewhere();
+    // Entries behind the hole move back into it unless that would put them before their home.
+    const size_t mask = overflow_.size() - 1;
+    auto hole = static_cast<size_t>(slot - kFirstOverflowSlot);
+    for (size_t at = (hole + 1) & mask; overflow_[at].score; at = (at + 1) & mask) {
+      const size_t wanted = KeyedHash(overflow_[at].key, overflow_secret_) & mask;
+      if (((at - wanted) & mask) < ((at - hole) & mask)) continue;
+      overflow_[hole] = overflow_[at];
+      hole = at;
+    }
+    overflow_[hole] = {};
+    --overflow_used_;
+    return;
+  }
+  const int64_t group = slot / kGroup, bucket = group / bucket_groups_;
+  IndexGroup* const first = v.groups + bucket * bucket_groups_;
+  const auto anchor_of = [&](uint64_t h) {
+    const Anchor a = HomeOf(h, v);
+    return a.bucket == bucket ? a : SecondOf(h, LayoutOf(h, v), bucket_groups_);
+  };
+  const Anchor anchor = anchor_of(hash);
+  if (home.bucket != bucket) leave_elsewhere();
+  v.groups[group].keys[slot % kGroup] = 0;
+  v.groups[group].scores[slot % kGroup] = 0;
+  const auto in_bucket = static_cast<uint32_t>(group - bucket * bucket_groups_);
+  if (in_bucket == anchor.group) return;
+  // The block stays named if it has another key of this anchor.
+  const uint32_t block = in_bucket >> block_bits_;
+  const uint32_t end = std::min((block + 1) << block_bits_, bucket_groups_);
+  for (uint32_t g = block << block_bits_; g < end; ++g) {
+    if (g == anchor.group) continue;
+    for (int64_t at = 0; at < kGroup; ++at) {
+      if (first[g].scores[at] && anchor_of(Hash(first[g].keys[at])).group == anchor.group) return;
+    }
+  }
+  first[anchor.group].away &= ~(1u << block);
 }
 
-void KeyIndex::Grow(const std::function<void(Slot from, Slot to)>& moved) {
-  const int64_t buckets = this->buckets(), slots = this->slots();
-  const int64_t bucket_slots = bucket_groups_ * kGroup;
-  // Both buffers first: growing them moves no key, so a failure leaves the index as it was.
-  digests_.Grow(static_cast<size_t>(2 * buckets * digest_lines_ * kLine));
-  groups_.Grow(static_cast<size_t>(2 * buckets * bucket_groups_) * sizeof(IndexGroup));
-  PadDigests(buckets, 2 * buckets);
-  const IndexView old = view();
-  const uint64_t new_bit = uint64_t{1} << splits_;
-  constexpr int64_t kBucketsPerTask = 256;
-  ParallelFor(CeilDiv(buckets, kBucketsPerTask), [&](int64_t task) {
-    const int64_t begin = task * kBucketsPerTask;
-    const int64_t end = std::min(begin + kBucketsPerTask, buckets);
-    for (int64_t bucket = begin; bucket < end; ++bucket) {
-      const auto first = static_cast<Slot>(bucket * bucket_slots);
-      uint8_t* digests = digests_of(bucket);
-      uint8_t* new_digests = digests_of(bucket + buckets);
-      const auto split = [&](Slot from, const IndexEntry& entry) {
-        const uint64_t hash = HashKey(entry.key);
-        if (!(hash & new_bit)) return;
-        // At the same position, so whether it is at home stays.
-        const auto to = static_cast<Slot>(from + slots);
-        const int64_t at = from % kGroup;
-        group(to).keys[at] = entry.key;
-        group(to).scores[at] = entry.score;
-        group(to).rows[at] = entry.row;
-        group(from).keys[at] = 0;
-        group(from).scores[at] = 0;
-        new_digests[from - first] = std::exchange(digests[from - first], kFreeDigest);
-        const int64_t home = bucket * bucket_groups_ + HomeOf(hash, old).group;
-        if (from / kGroup != home) {
-          --groups()[home].away;
-          ++groups()[home + buckets * bucket_groups_].away;
-        }
-        moved(from, to);
-      };
-      VisitUsed(first, static_cast<Slot>(first + bucket_slots), split);
+void KeyIndex::PutBack(Slot slot, const IndexEntry& entry) {
+  const uint64_t hash = Hash(entry.key);
+  const IndexLayout& layout = LayoutAt(hash);
+  if (slot >= kFirstOverflowSlot) {
+    PutAside(entry);
+    CountElsewhere(groups(), layout, hash);
+    return;
+  }
+  const int64_t group = slot / kGroup, bucket = group / bucket_groups_;
+  Anchor anchor = AnchorOf(hash, layout.buckets, bucket_groups_);
+  if (anchor.bucket != bucket) {
+    anchor = SecondOf(hash, layout, bucket_groups_);
+    CountElsewhere(groups(), layout, hash);
+  }
+  IndexGroup& g = groups()[group];
+  g.keys[slot % kGroup] = entry.key;
+  g.scores[slot % kGroup] = entry.score;
+  g.rows[slot % kGroup] = entry.row;
+  const auto in_bucket = static_cast<uint32_t>(group - bucket * bucket_groups_);
+  if (in_bucket == anchor.group) return;
+  groups()[bucket * bucket_groups_ + anchor.group].away |= 1u << (in_bucket >> block_bits_);
+}
+
+void KeyIndex::Reserve(int64_t keys) {
+  const int64_t wanted = BucketsFor(keys);
+  if (wanted <= buckets()) return;
+  if (keys > kMaxCapacity) {
+    throw OutOfMemory("an index holds at most " + std::to_string(kMaxCapacity) + " keys");
+  }
+  if (wanted > 2 * buckets() || size_ == 0) {
+    Rebuild(LayoutFor(wanted));
+    return;
+  }
+  while (buckets() < wanted) {
+    const bool growing = not_grown_ > 0;
+    const IndexLayout from = growing ? before_ : grown_, to = growing ? grown_ : After(grown_);
+    const int64_t left = growing ? not_grown_ : int64_t{1} << from.stripe_bits;
+    const auto gain =
+        static_cast<int64_t>(to.buckets >> from.stripe_bits) - int64_t{from.stripe_buckets};
+    if (!growing) {
+      RequireAvailableMemory(BytesOf(to) - BytesOf(from),
+                             "growing an index of " + std::to_string(size_) + " keys");
+      groups_.Grow(BytesOf(to));
     }
+    constexpr int64_t kAtOnce = 16;  // they stay in the second cache until they are cleared
+    GrowStripes(from, to, left, std::min({left, kAtOnce, CeilDiv(wanted - buckets(), gain)}));
+  }
+}
+
+// Grows the last `count` of the `left` stripes that have the layout `from`.
+void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64_t left,
+                           int64_t count) {
+  const int64_t first = left - count;
+  const int64_t old_groups = int64_t{from.stripe_buckets} * bucket_groups_;
+  const auto new_groups = static_cast<int64_t>(to.buckets >> from.stripe_bits) * bucket_groups_;
+  IndexGroup* const all = groups();
+  const auto clear = [](IndexGroup* begin, int64_t n) {
+    std::memset(static_cast<void*>(begin), 0, static_cast<size_t>(n) * sizeof(IndexGroup));
+  };
+  std::vector<std::vector<IndexEntry>> homeless(static_cast<size_t>(count));
+  // The first stripes grow into the places where they lie, from a copy.
+  std::vector<IndexGroup> copy;
+  const bool overlap = first * new_groups < left * old_groups;
+  if (overlap) {
+    copy.assign(all + first * old_groups, all + left * old_groups);
+    clear(all + first * old_groups, count * old_groups);
+  }
+  const IndexGroup* const source = overlap ? copy.data() : all + first * old_groups;
+  try {
+    ParallelFor(count, [&](int64_t i) {
+      const IndexGroup* const stripe = source + i * old_groups;
+      for (int64_t g = 0; g < old_groups; ++g) {
+        for (int64_t at = 0; at < kGroup; ++at) {
+          if (stripe[g].scores[at] == 0) continue;
+          const IndexEntry entry{stripe[g].keys[at], stripe[g].scores[at], stripe[g].rows[at]};
+          if (!InsertInto(all, to, entry, Hash(entry.key))) {
+            homeless[static_cast<size_t>(i)].push_back(entry);
+          }
+        }
+      }
+    });
+    ReserveFor(homeless);
+  } catch (...) {
+    clear(all + first * new_groups, count * new_groups);
+    if (overlap) std::copy(copy.begin(), copy.end(), all + first * old_groups);
+    throw;
+  }
+  if (!overlap) {
+    ParallelFor(count, [&](int64_t i) { clear(all + (first + i) * old_groups, old_groups); });
+  }
+  const uint64_t begin =
+      from.stripe_bits ? static_cast<uint64_t>(first) << (64 - from.stripe_bits) : 0;
+  const uint64_t end = not_grown_ ? grown_from_ : 0;  // 0: the end of all
+  VisitOverflow([&](Slot, const IndexEntry& entry) {
+    const uint64_t hash = Hash(entry.key);
+    if (hash >= begin && (end == 0 || hash < end)) CountElsewhere(all, to, hash);
   });
-  ++splits_;
-  capacity_ *= 2;
+  PutAllAside(homeless, all, to);
+  before_ = from;
+  grown_ = to;
+  not_grown_ = first;
+  grown_from_ = begin;
+}
+
+void KeyIndex::ReserveFor(std::span<const std::vector<IndexEntry>> homeless) {
+  int64_t count = 0;
+  for (const auto& part : homeless) count += std::ssize(part);
+  if (count) ReserveOverflow(overflow_used_ + count);
+}
+
+void KeyIndex::PutAllAside(std::span<const std::vector<IndexEntry>> homeless, IndexGroup* groups,
+                           const IndexLayout& layout) {
+  for (const auto& part : homeless) {
+    for (const IndexEntry& entry : part) {
+      PutAside(entry);
+      CountElsewhere(groups, layout, Hash(entry.key));
+    }
+  }
+}
+
+// Moves all keys to a new array. For growth by a large factor.
+void KeyIndex::Rebuild(const IndexLayout& layout) {
+  RequireAvailableMemory(BytesOf(layout), "growing an index of " + std::to_string(size_) + " keys");
+  HugeBuffer buffer(BytesOf(layout));
+  auto* const fresh = reinterpret_cast<IndexGroup*>(buffer.data());
+  // A stripe of today becomes whole stripes, so threads do not meet.
+  const int64_t grown_stripes = int64_t{1} << grown_.stripe_bits;
+  const int64_t first_grown = not_grown_ << (grown_.stripe_bits - before_.stripe_bits);
+  const int64_t stripes = size_ == 0 ? 0 : not_grown_ + grown_stripes - first_grown;
+  std::vector<std::vector<IndexEntry>> homeless(static_cast<size_t>(stripes));
+  ParallelFor(stripes, [&](int64_t i) {
+    const bool grown = i >= not_grown_;
+    const IndexLayout& from = grown ? grown_ : before_;
+    const int64_t stripe = grown ? i - not_grown_ + first_grown : i;
+    const int64_t slots = int64_t{from.stripe_buckets} * bucket_groups_ * kGroup;
+    VisitUsed(static_cast<Slot>(stripe * slots), static_cast<Slot>((stripe + 1) * slots),
+              [&](Slot, const IndexEntry& entry) {
+                if (!InsertInto(fresh, layout, entry, Hash(entry.key))) {
+                  homeless[static_cast<size_t>(i)].push_back(entry);
+                }
+              });
+  });
+  ReserveFor(homeless);
+  VisitOverflow([&](Slot, const IndexEntry& e) { CountElsewhere(fresh, layout, Hash(e.key)); });
+  PutAllAside(homeless, fresh, layout);
+  groups_ = std::move(buffer);
+  before_ = grown_ = layout;
+  not_grown_ = 0;
+  grown_from_ = 0;
 }
 
 void KeyIndex::Clear() {
-  digests_.Clear();
   groups_.Clear();
-  PadDigests(0, buckets());
-  size_ = away_ = 0;
+  overflow_ = {};
+  size_ = overflow_used_ = 0;
 }
 
 }  // namespace embstore

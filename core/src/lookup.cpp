@@ -23,7 +23,7 @@ struct Piece {
 // One request while it is being answered.
 struct Work {
   const LookupRequest* request;
-  Places places;
+  Row* numbers;  // of its occurrences
   Table::BatchScore score{ScoreUpdate::kKeep, 0};
   std::vector<Piece> pieces;
   std::vector<uint32_t> missing;  // of all pieces
@@ -31,7 +31,7 @@ struct Work {
   std::vector<float> extra;       // vectors of keys that are not stored
   int64_t refused = 0;
 
-  Work(const LookupRequest* from, Places to) : request(from), places(to) {}
+  Work(const LookupRequest* from, Row* to) : request(from), numbers(to) {}
 
   bool has_store() const { return request->table->store() != nullptr; }
   bool pooled() const { return request->pooling != Pooling::kNone; }
@@ -68,10 +68,10 @@ struct Work {
       end = request->offsets[static_cast<size_t>(end)];
     }
     const auto n = static_cast<size_t>(end - begin);
-    request->table->FindHere(request->keys.subspan(static_cast<size_t>(begin), n),
-                             places.From(begin), score);
+    request->table->FindHere(request->keys.subspan(static_cast<size_t>(begin), n), numbers + begin,
+                             score);
     for (int64_t i = begin; i < end; ++i) {
-      if (places.rows[i] == kMissingRow) piece.missing.push_back(static_cast<uint32_t>(i));
+      if (numbers[i] == kMissingRow) piece.missing.push_back(static_cast<uint32_t>(i));
     }
     const RowsView rows = request->table->rows();
     if (pooled()) {
@@ -86,7 +86,7 @@ struct Work {
     const auto gather = [&](int64_t from, int64_t until, int64_t position) {
       auto* to =
           static_cast<std::byte*>(out.base) + position * static_cast<int64_t>(SizeOf(out.dtype));
-      ActiveKernels().gather(rows, places.rows + from, until - from, extra_rows(), to, out.dtype,
+      ActiveKernels().gather(rows, numbers + from, until - from, extra_rows(), to, out.dtype,
                              out.stride);
     };
     if (out.positions == nullptr) {
@@ -105,7 +105,7 @@ struct Work {
   }
 
   void PoolBags(const RowsView& rows, int64_t first, int64_t last) const {
-    ActiveKernels().pool(rows, places.rows, extra_rows(), request->offsets.data(), request->weights,
+    ActiveKernels().pool(rows, numbers, extra_rows(), request->offsets.data(), request->weights,
                          request->pooling == Pooling::kMean, first, last, request->out);
   }
 
@@ -156,7 +156,7 @@ struct Work {
     extra.resize(waiting.size() * dim);
     for (size_t j = 0; j < waiting.size(); ++j) {
       InitialVector(waiting[j], extra.data() + j * dim);
-      places.rows[waiting[j]] = ExtraRow(static_cast<int64_t>(j));
+      numbers[waiting[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
 
@@ -177,7 +177,7 @@ struct Work {
       } else {
         continue;
       }
-      places.rows[missing[j]] = ExtraRow(static_cast<int64_t>(j));
+      numbers[missing[j]] = ExtraRow(static_cast<int64_t>(j));
     }
   }
 };
@@ -218,7 +218,7 @@ void InsertAll(std::vector<Work>& works) {
   }
   const auto insert = [](Work& work) {
     work.refused =
-        work.request->table->InsertMissing(work.request->keys.data(), work.places, work.missing,
+        work.request->table->InsertMissing(work.request->keys.data(), work.numbers, work.missing,
                                            work.score.score, work.request->initial);
   };
   // Many tables share the threads between them, few share them inside.
@@ -267,7 +267,7 @@ void Run(std::vector<Work>& works, Access access) {
   });
   // `extra` ends with this call, so nothing may point there: the backward pass passes them by.
   for (Work& work : works) {
-    for (const uint32_t i : work.waiting) work.places.rows[i] = kMissingRow;
+    for (const uint32_t i : work.waiting) work.numbers[i] = kMissingRow;
   }
 }
 
@@ -314,21 +314,18 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
     const auto guards = LockAll<std::shared_lock<RwLock>>(requests);
     std::vector<PooledBuffer> buffers;
     for (const LookupRequest& request : requests) {
-      const size_t n = request.keys.size();
-      buffers.emplace_back(n * (sizeof(Slot) + sizeof(Row)));
-      Slot* slots = buffers.back().as<Slot>();
-      works.emplace_back(&request, Places{slots, slots + n});
+      buffers.emplace_back(request.keys.size() * sizeof(Row));
+      works.emplace_back(&request, buffers.back().as<Row>());
     }
     Run(works, access);
     return results;
   }
   for (size_t i = 0; i < requests.size(); ++i) {
-    results[i].slots = std::make_unique<SlotList>(requests[i].table,
-                                                  static_cast<int64_t>(requests[i].keys.size()));
+    results[i].slots = std::make_unique<SlotList>(requests[i].table, requests[i].keys);
   }
   const auto guards = LockAll<std::unique_lock<RwLock>>(requests);
   for (size_t i = 0; i < requests.size(); ++i) {
-    works.emplace_back(&requests[i], results[i].slots->places());
+    works.emplace_back(&requests[i], results[i].slots->rows());
   }
   for (const Work& work : works) work.request->table->RequireScore();
   for (Work& work : works) work.score = work.request->table->NextBatchScore();

@@ -90,31 +90,43 @@ void RequireAvailableMemory(size_t bytes, const std::string& purpose) {
 HugeBuffer::HugeBuffer(size_t bytes) { Grow(bytes); }
 
 HugeBuffer::~HugeBuffer() {
-  if (data_) munmap(data_, size_);
+  if (data_) munmap(data_, reserved_);
 }
 
 HugeBuffer::HugeBuffer(HugeBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      reserved_(std::exchange(other.reserved_, 0)) {}
 
 HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(reserved_, other.reserved_);
   return *this;
 }
 
 void HugeBuffer::Grow(size_t bytes) {
   bytes = RoundUp(std::max(bytes, kPage), bytes >= kHugePage ? kHugePage : kPage);
   if (bytes <= size_) return;
-  std::byte* target = ReserveAddresses(bytes);
-  if (!target) ThrowOutOfMemory(bytes);
-  void* got = data_ ? mremap(data_, size_, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target)
-                    : mmap(target, bytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-  if (got == MAP_FAILED) {
-    munmap(target, bytes);
-    ThrowOutOfMemory(bytes);
+  if (bytes > reserved_) {
+    size_t reserved = data_ ? std::max(bytes, 2 * size_) : bytes;
+    std::byte* target = ReserveAddresses(reserved);
+    if (!target) target = ReserveAddresses(reserved = bytes);
+    if (!target) ThrowOutOfMemory(bytes);
+    if (data_ && mremap(data_, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, target) == MAP_FAILED) {
+      // Pages that the kernel keeps apart (some of them locked, say) cannot move together.
+      if (mprotect(target, size_, PROT_READ | PROT_WRITE) != 0) {
+        munmap(target, reserved);
+        ThrowOutOfMemory(bytes);
+      }
+      std::memcpy(target, data_, size_);
+      munmap(data_, size_);
+    }
+    if (reserved_ > size_) munmap(data_ + size_, reserved_ - size_);
+    data_ = target;
+    reserved_ = reserved;
   }
-  data_ = target;
+  if (mprotect(data_ + size_, bytes - size_, PROT_READ | PROT_WRITE) != 0) ThrowOutOfMemory(bytes);
   size_ = bytes;
   AskForHugePages(data_, size_);
 }
@@ -167,14 +179,15 @@ class Pool {
     return data;
   }
 
-  void Give(void* data, size_t bytes) {
-    {
+  void Give(void* data, size_t bytes) noexcept {
+    try {
       std::lock_guard lock(mutex_);
       if (idle_bytes_ + bytes <= kMaxIdlePoolBytes) {
         free_[bytes].push_back(data);
         idle_bytes_ += bytes;
         return;
       }
+    } catch (const std::bad_alloc&) {  // no room to remember it
     }
     std::free(data);
   }

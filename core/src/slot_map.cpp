@@ -15,9 +15,7 @@ constexpr int kFrequencyShift = kTimeBits + kSlotBits;
 constexpr int64_t kMostTime = (int64_t{1} << kTimeBits) - 1;
 constexpr uint64_t kMostFrequency = 31;
 constexpr int64_t kMaxSlots = int64_t{1} << 29;
-// Half full: a full bucket is a matter of eight standard deviations.
 constexpr int64_t kBucket = 128;
-constexpr int64_t kMaxCapacity = 1'900'000'000;
 constexpr Slot kStretch = 1 << 18;  // slots of the index that one step of Victims reads (5.6 MB)
 constexpr double kShare = 0.125;    // of a stretch that goes at least
 constexpr size_t kSample = 1024;
@@ -31,9 +29,11 @@ KeyIndexOptions IndexFor(const SlotMapOptions& options) {
   CheckArgument(options.min_used_freq_power >= 0 && options.min_used_freq_power <= 31,
                 "min_used_freq_power", "between 0 and 31", options.min_used_freq_power);
   KeyIndexOptions index;
-  index.init_capacity = std::max(2 * options.slots, 2 * kBucket);
-  index.max_capacity = std::min(16 * index.init_capacity, kMaxCapacity);
+  // Room for a third more: most keys lie in their home group then.
+  index.init_capacity = std::max(options.slots + options.slots / 3, kBucket);
+  index.max_capacity = index.init_capacity;
   index.bucket_capacity = kBucket;
+  index.seed = options.seed;
   return index;
 }
 
@@ -56,7 +56,7 @@ uint64_t SlotMap::Record(uint64_t frequency, int64_t time, int64_t slot) const {
 
 template <typename Visit>
 void SlotMap::VisitUsed(const Visit& visit) const {
-  index_.VisitUsed(0, static_cast<Slot>(index_.slots()), visit);
+  index_.VisitAll(visit);
 }
 
 // Times are kept in 27 bits: after 2^27 batches the older half of them becomes one time.
@@ -148,20 +148,6 @@ void SlotMap::Free(Slot at) {
   index_.Erase(at);
 }
 
-Slot SlotMap::InsertKey(int64_t key, uint64_t record) {
-  Slot at = index_.FindOrInsert(key, record).slot;
-  while (at == kNoSlot) {  // a bucket met far more keys than its share
-    if (!index_.CanGrow()) {
-      throw InvalidState("too many keys share a bucket of the index of " + std::to_string(slots_) +
-                         " slots");
-    }
-    index_.Grow([](Slot, Slot) {});
-    hand_ = 0;
-    at = index_.FindOrInsert(key, record).slot;
-  }
-  return at;
-}
-
 std::span<const KeySlot> SlotMap::Admit() {
   victims_.clear();
   victims_at_.clear();
@@ -171,10 +157,9 @@ std::span<const KeySlot> SlotMap::Admit() {
   admitted_.reserve(count);
   constexpr size_t kAhead = 16;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) index_.Prefetch(missing_[i + kAhead], /*whole=*/false);
+    if (i + kAhead < count) index_.Prefetch(index_.Hash(missing_[i + kAhead]), /*whole=*/false);
     const int64_t slot = TakeLowestFree();
-    InsertKey(missing_[i], Record(first_frequency_, last_time_, slot));
-    index_.AddSize(1);
+    index_.InsertNew({missing_[i], Record(first_frequency_, last_time_, slot), kMissingRow});
     admitted_.push_back({missing_[i], slot});
   }
   for (const Occurrence& occurrence : missing_at_) {
@@ -207,7 +192,6 @@ void SlotMap::VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinn
   for (Slot at = begin; at < end; at += step) {
     if (may_go(index_.score(at))) sample_.push_back(index_.score(at));
   }
-  if (sample_.empty()) return;
   const auto rank = static_cast<size_t>(share * static_cast<double>(sample_.size()));
   uint64_t limit = UINT64_MAX;
   if (rank + 1 < sample_.size()) {
@@ -217,9 +201,14 @@ void SlotMap::VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinn
   }
   // A free slot is 0 and wraps around: one comparison, since half of the slots are free.
   const auto goes = [&](uint64_t record) { return record - 1 < limit && may_go(record); };
-  index_.VisitScores(begin, end, goes, [&](Slot at, const IndexEntry& entry) {
+  const auto take = [&](Slot at, const IndexEntry& entry) {
     victims_at_.push_back(at);
     victims_.push_back({entry.key, SlotOf(entry.score)});
+  };
+  index_.VisitScores(begin, end, goes, take);
+  if (begin > 0) return;
+  index_.VisitOverflow([&](Slot at, const IndexEntry& entry) {
+    if (goes(entry.score)) take(at, entry);
   });
 }
 
@@ -250,7 +239,9 @@ void SlotMap::Drop() {
   constexpr size_t kAhead = 16;
   for (size_t i = 0; i < victims_at_.size(); ++i) {
     if (i + kAhead < victims_at_.size()) index_.PrefetchSlot(victims_at_[i + kAhead]);
-    Free(victims_at_[i]);
+    // Erasing moves others of the overflow area.
+    const bool aside = victims_at_[i] >= kFirstOverflowSlot;
+    Free(aside ? index_.Find(victims_[i].key) : victims_at_[i]);
   }
   index_.AddSize(-static_cast<int64_t>(victims_at_.size()));
   victims_.clear();

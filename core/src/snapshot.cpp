@@ -17,10 +17,8 @@
 namespace embstore {
 namespace {
 
-// Rows copied under one hold of the lock: about a tenth of a millisecond, so a training step hardly
-// waits.
-constexpr int64_t kSlotsPerHold = 1024;
-constexpr int64_t kKeysPerHold = 16384;  // listed, or read from the store
+// Keys listed, or read from the store, under one hold of the lock.
+constexpr int64_t kKeysPerHold = 16384;
 
 }  // namespace
 
@@ -46,7 +44,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes)
       below_(std::make_unique<KeyList>()) {
   std::unique_lock guard(table_->lock_);
   table_->RequireOpen();
-  marks_ = HugeBuffer(static_cast<size_t>(table_->index_->slots()));
+  marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity_));
   resident_rows_ = table_->index_->size();
   listed_ = !table_->options_.store;
   older_ = std::exchange(table_->snapshot_, this);
@@ -59,21 +57,14 @@ Snapshot::~Snapshot() {
   if (*link) *link = older_;  // else this is the child of a fork, where tables have no snapshots
 }
 
-void Snapshot::Skip(Slot slot) {
+void Snapshot::Skip(Row row) {
   for (Snapshot* at = this; at; at = at->older_) {
-    at->mark(slot).store(kSettled, std::memory_order_relaxed);
+    at->mark(row).store(kSettled, std::memory_order_relaxed);
   }
 }
 
-void Snapshot::Grow(int64_t capacity) {
-  for (Snapshot* at = this; at; at = at->older_) at->marks_.Grow(static_cast<size_t>(capacity));
-}
-
-void Snapshot::Move(Slot from, Slot to) {
-  for (Snapshot* at = this; at; at = at->older_) {
-    at->mark(to).store(at->mark(from).load(std::memory_order_relaxed), std::memory_order_relaxed);
-    at->mark(from).store(kUnread, std::memory_order_relaxed);  // free: the next key is skipped
-  }
+void Snapshot::Grow(int64_t rows) {
+  for (Snapshot* at = this; at; at = at->older_) at->marks_.Grow(static_cast<size_t>(rows));
 }
 
 void Snapshot::Fail() {
@@ -110,12 +101,23 @@ void Snapshot::RethrowFailure() {
 
 // ---- rows of the table ----
 
-void Snapshot::Preserve(Slot slot) {
-  for (Snapshot* at = this; at; at = at->older_) at->Save(slot);
+void Snapshot::Preserve(const IndexEntry& entry) {
+  for (Snapshot* at = this; at; at = at->older_) at->Save(entry);
 }
 
-void Snapshot::Save(Slot slot) {
-  std::atomic_ref<uint8_t> state = mark(slot);
+bool Snapshot::IsSettled(Row row) const {
+  for (const Snapshot* at = this; at; at = at->older_) {
+    const auto* marks = reinterpret_cast<const uint8_t*>(at->marks_.data());
+    if (std::atomic_ref<uint8_t>(const_cast<uint8_t&>(marks[row]))
+            .load(std::memory_order_acquire) != kSettled) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Snapshot::Save(const IndexEntry& entry) {
+  std::atomic_ref<uint8_t> state = mark(entry.row);
   uint8_t seen = state.load(std::memory_order_acquire);
   while (seen != kSettled) {
     if (seen == kSaving) {  // another thread copies this row; it must be done before it changes
@@ -124,9 +126,9 @@ void Snapshot::Save(Slot slot) {
     }
     if (!state.compare_exchange_weak(seen, kSaving, std::memory_order_acq_rel)) continue;
     try {
-      const IndexEntry entry = table_->index_->entry(slot);
       if (!failed_.load(std::memory_order_relaxed)) {
-        saved_->Add(slot, entry.key, entry.score, table_->rows_.at(entry.row), table_->row_stride_);
+        saved_->Add(entry.row, entry.key, entry.score, table_->rows_.at(entry.row),
+                    table_->row_stride_);
       }
     } catch (...) {
       Fail();
@@ -153,32 +155,30 @@ void Snapshot::Emit(int64_t key, uint64_t score, const std::byte* row, Output& o
   ++out.count;
 }
 
-// Reads the next few slots. False when there are none.
+// Reads the next few rows. False when there are none.
 bool Snapshot::Walk(Output& out, int64_t room) {
   std::shared_lock guard(table_->lock_);
   table_->RequireOpen();
-  const int64_t all = table_->index_->slots();
-  const int64_t step = std::min(room, kSlotsPerHold);
-  const int64_t begin = next_.fetch_add(step, std::memory_order_relaxed);
-  if (begin >= all) {
-    next_.fetch_sub(step, std::memory_order_relaxed);  // the table may grow yet
-    return false;
+  const auto is_unread = [&](const IndexEntry& entry) {
+    return mark(entry.row).load(std::memory_order_relaxed) != kSettled;
+  };
+  std::vector<Row> numbers;
+  {
+    std::lock_guard walk_guard(walk_mutex_);
+    if (walk_.ended) return false;
+    table_->index_->Advance(walk_, room, is_unread, [&](const IndexEntry& entry) {
+      mark(entry.row).store(kSettled, std::memory_order_relaxed);
+      if (entry.score < out.min_score) return;
+      const int64_t to = out.count + std::ssize(numbers);
+      out.keys[to] = entry.key;
+      out.scores[to] = entry.score;
+      numbers.push_back(entry.row);
+    });
   }
-  Row numbers[kSlotsPerHold];
-  int64_t n = 0;
-  const int64_t end = std::min(begin + step, all);
-  table_->index_->VisitUsed(static_cast<Slot>(begin), static_cast<Slot>(end),
-                            [&](Slot slot, const IndexEntry& entry) {
-                              if (mark(slot).load(std::memory_order_relaxed) == kSettled) return;
-                              mark(slot).store(kSettled, std::memory_order_relaxed);
-                              if (entry.score < out.min_score) return;
-                              out.keys[out.count + n] = entry.key;
-                              out.scores[out.count + n] = entry.score;
-                              numbers[n++] = entry.row;
-                            });
-  table_->CopyRows(numbers, n, out.values ? out.values + out.count * table_->options_.dim : nullptr,
+  table_->CopyRows(numbers.data(), std::ssize(numbers),
+                   out.values ? out.values + out.count * table_->options_.dim : nullptr,
                    out.states ? out.states + out.count * table_->state_width_ : nullptr);
-  out.count += n;
+  out.count += std::ssize(numbers);
   return true;
 }
 

@@ -90,7 +90,7 @@ class MemoryStore final : public Store {
       throw InvalidArgument("capacity_rows should be at least 0 but is: " +
                             std::to_string(capacity_rows));
     }
-    rows_ = RowHeap(row_bytes, index_.capacity());
+    rows_ = RowHeap(row_bytes, 1);
   }
 
   std::string Describe() const override { return "memory store"; }
@@ -151,7 +151,6 @@ class MemoryStore final : public Store {
     std::unique_lock guard(lock_);
     index_.Clear();
     rows_.Clear();
-    ++layout_;
   }
 
   // By the numbers of rows, which stay when the index grows, from behind the newest row around to
@@ -222,30 +221,24 @@ class MemoryStore final : public Store {
     places_.resize(keys.size());
     ActiveKernels().find(index_.view(), keys.data(), n, places_.data(), numbers_.data(),
                          ScoreUpdate::kKeep, 0);
-    const uint64_t before = layout_;
+    bool moved = false;  // growing moves slots
     for (size_t i = 0; i < keys.size(); ++i) {
       // 0 means empty in the index. No table gives it, but a user may.
       const uint64_t score = std::max<uint64_t>(scores[i], 1);
       Slot slot = places_[i];
-      if (slot == kNoSlot || layout_ != before)
-        slot = Insert(keys[i], score);  // growing moves slots
+      if (slot == kNoSlot || moved) slot = index_.Find(keys[i]);
+      if (slot == kNoSlot) {
+        moved |= MakeRoom(index_.size() + 1);
+        const Row row = numbers_[i] = rows_.Next(0);
+        index_.InsertNew({keys[i], score, row});
+        rows_.Take(1);
+        keys_[static_cast<size_t>(row)] = keys[i];
+        newest_ = row;
+        continue;
+      }
       index_.set_score(slot, score);
       numbers_[i] = index_.row(slot);
     }
-  }
-
-  Slot Insert(int64_t key, uint64_t score) {
-    KeyIndex::Insertion place = index_.FindOrInsert(key, score);
-    for (; place.slot == kNoSlot; place = index_.FindOrInsert(key, score)) Grow();
-    if (place.inserted) {
-      const Row row = rows_.Next(0);
-      index_.AddSize(1);
-      index_.set_row(place.slot, row);
-      rows_.Take(1);
-      keys_[static_cast<size_t>(row)] = key;
-      newest_ = row;
-    }
-    return place.slot;
   }
 
   // Copies one part of the rows, so that the last of equal keys is the last to be written.
@@ -280,13 +273,13 @@ class MemoryStore final : public Store {
     }
   }
 
-  void Grow() {
-    RequireAvailableMemory(
-        index_.bytes_to_grow(),
-        "growing a memory store to " + std::to_string(2 * index_.capacity()) + " rows");
-    rows_.Grow(2 * index_.capacity());
-    index_.Grow([](Slot, Slot) {});
-    ++layout_;
+  // Whether slots may have moved.
+  bool MakeRoom(int64_t rows) {
+    if (rows <= room_) return false;
+    room_ = rows + std::max<int64_t>(rows / 64, 1024);  // some ahead, to look at the index seldom
+    rows_.Grow(room_);
+    index_.Reserve(room_);
+    return true;
   }
 
   Range Begin() const {
@@ -317,7 +310,7 @@ class MemoryStore final : public Store {
   RowHeap rows_;
   std::vector<int64_t> keys_;  // of each row in use
   Row newest_ = -1;
-  uint64_t layout_ = 0;  // changes when slots do
+  int64_t room_ = 0;  // keys that index and rows have room for
   // Of the running Put: slots as they were found, and rows.
   std::vector<Slot> places_;
   std::vector<Row> numbers_;

@@ -62,12 +62,12 @@ int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimiz
   return StateOffset(dim, dtype) + 4 * StateWidth(optimizer, dim);
 }
 
-SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
+SlotList::SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys)
     : table_(std::move(table)),
-      buffer_(static_cast<size_t>(n) * (sizeof(Slot) + sizeof(Row))),
-      n_(n) {
-  std::fill_n(slots(), n, kNoSlot);
-  std::fill_n(rows(), n, kMissingRow);
+      buffer_(keys.size() * (sizeof(int64_t) + sizeof(Row))),
+      n_(std::ssize(keys)) {
+  std::copy(keys.begin(), keys.end(), buffer_.as<int64_t>());
+  std::fill_n(rows(), n_, kMissingRow);
   std::lock_guard guard(table_->lists_mutex_);
   table_->lists_.push_back(this);
 }
@@ -89,14 +89,17 @@ Table::Table(const TableOptions& options)
       state_offset_(StateOffset(options.dim, options.dtype)),
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
       initializer_(options.initializer, options.seed, options.name) {
-  index_.emplace(options.index);
+  options_.index.seed = options.seed;  // stays the index's own when the table gets another seed
+  index_.emplace(options_.index);
+  row_capacity_ = index_->capacity();
+  row_limit_ = evicts() ? index_->max_capacity() : KeyIndex::kMaxCapacity;
   RequireAvailableMemory(
-      index_->bytes() + static_cast<size_t>(index_->capacity() * row_stride_),
-      "table '" + options.name + "' with " + std::to_string(index_->capacity()) + " rows");
-  rows_ = RowHeap(row_stride_, index_->capacity());
+      index_->bytes() + static_cast<size_t>(row_capacity_ * row_stride_),
+      "table '" + options.name + "' with " + std::to_string(row_capacity_) + " rows");
+  rows_ = RowHeap(row_stride_, row_capacity_);
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (options_.store) {
-    dirty_.resize(static_cast<size_t>(index_->slots()), 0);
+    dirty_.resize(static_cast<size_t>(row_capacity_), 0);
     options_.store->Attach();
   }
 }
@@ -149,7 +152,7 @@ TableStats Table::stats() const {
   if (index_) {
     stats.size = index_->size();
     stats.capacity = index_->capacity();
-    stats.max_capacity = index_->max_capacity();
+    stats.max_capacity = std::max(index_->max_capacity(), stats.capacity);
     stats.bytes = static_cast<int64_t>(index_->bytes()) + rows_.bytes();
     if (admission_) stats.bytes += admission_->bytes();
   }
@@ -247,35 +250,21 @@ Table::BatchScore Table::NextBatchScore() {
   return {ScoreUpdate::kCount, 1};
 }
 
-void Table::Grow() {
-  const int64_t old_slots = index_->slots(), new_capacity = 2 * index_->capacity();
-  if (2 * old_slots > INT32_MAX) {
-    throw OutOfMemory("table '" + options_.name +
-                      "' has as many slots as there can be: " + std::to_string(index_->capacity()));
+void Table::MakeRoom(int64_t rows) {
+  const std::string purpose =
+      "growing table '" + options_.name + "' to " + std::to_string(rows) + " rows";
+  rows_.Require(rows, purpose);
+  if (rows > row_capacity_) {
+    // A little more each time, so that marks are not extended with every batch.
+    const int64_t capacity =
+        std::max(rows, std::min(row_capacity_ + row_capacity_ / 8, row_limit_));
+    rows_.Grow(capacity);
+    if (snapshot_) snapshot_->Grow(capacity);
+    if (changes_) changes_->Grow(capacity);
+    if (tracks_dirty()) dirty_.resize(static_cast<size_t>(capacity), 0);
+    row_capacity_ = capacity;
   }
-  RequireAvailableMemory(index_->bytes_to_grow(), "growing table '" + options_.name + "' to " +
-                                                      std::to_string(new_capacity) + " rows");
-  rows_.Grow(new_capacity);
-  if (snapshot_) snapshot_->Grow(2 * old_slots);
-  if (changes_) changes_->Grow(2 * old_slots);
-  if (tracks_dirty()) dirty_.resize(static_cast<size_t>(2 * old_slots), 0);
-  index_->Grow([this](Slot from, Slot to) {
-    if (snapshot_) snapshot_->Move(from, to);
-    if (changes_) changes_->Move(from, to);
-    if (tracks_dirty()) dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
-  });
-  ++layout_;
-  std::lock_guard guard(lists_mutex_);
-  for (SlotList* list : lists_) {
-    for (Slot *slot = list->slots(), *end = slot + list->size(); slot != end; ++slot) {
-      // A pinned row is always used, so a free slot says that it moved: see KeyIndex::Grow.
-      if (*slot >= 0 && !index_->IsUsed(*slot)) *slot = static_cast<Slot>(*slot + old_slots);
-    }
-  }
-}
-
-void Table::RequireRows(int64_t rows) {
-  rows_.Require(rows, "growing table '" + options_.name + "' to " + std::to_string(rows) + " rows");
+  index_->Reserve(rows);
 }
 
 void Table::FreeSlot(Slot slot) {
@@ -283,48 +272,25 @@ void Table::FreeSlot(Slot slot) {
   index_->Erase(slot);
 }
 
-void Table::GrowFor(const int64_t* keys, std::span<const uint32_t> missing) {
-  const auto limit = [&] {
-    return static_cast<int64_t>(index_->max_load_factor() *
-                                static_cast<double>(index_->capacity()));
-  };
-  if (!index_->CanGrow() || index_->size() + static_cast<int64_t>(missing.size()) <= limit())
-    return;
-  std::vector<int64_t> distinct;
-  distinct.reserve(missing.size());
-  for (uint32_t i : missing) distinct.push_back(keys[i]);
-  std::sort(distinct.begin(), distinct.end());
-  const auto count = std::unique(distinct.begin(), distinct.end()) - distinct.begin();
-  while (index_->CanGrow() && index_->size() + count > limit()) Grow();
-}
-
 void Table::Reserve(int64_t rows) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  if (rows < 0 || rows > index_->max_capacity()) {
+  if (rows < 0 || rows > row_limit_) {
     throw InvalidArgument("rows should be between 0 and max_capacity (" +
-                          std::to_string(index_->max_capacity()) +
-                          ") but is: " + std::to_string(rows));
+                          std::to_string(row_limit_) + ") but is: " + std::to_string(rows));
   }
-  RequireRows(rows);
-  while (index_->CanGrow() &&
-         static_cast<double>(rows) >
-             index_->max_load_factor() * static_cast<double>(index_->capacity())) {
-    Grow();
-  }
+  MakeRoom(rows);
 }
 
-void Table::InitRow(Row row, int64_t key, const float* initial) {
+void Table::InitRow(Row row, int64_t key, const float* initial, float* scratch) {
   if (initial) {
     ActiveKernels().store_vector(initial, options_.dim, options_.dtype, rows_.at(row));
   } else if (options_.dtype == DType::kFloat32) {
     initializer_.Fill(key,
                       {reinterpret_cast<float*>(rows_.at(row)), static_cast<size_t>(options_.dim)});
   } else {
-    thread_local std::vector<float> vector;
-    vector.resize(static_cast<size_t>(options_.dim));
-    initializer_.Fill(key, vector);
-    ActiveKernels().store_vector(vector.data(), options_.dim, options_.dtype, rows_.at(row));
+    initializer_.Fill(key, {scratch, static_cast<size_t>(options_.dim)});
+    ActiveKernels().store_vector(scratch, options_.dim, options_.dtype, rows_.at(row));
   }
   InitState(options_.optimizer, options_.dim, state_at(row));
 }

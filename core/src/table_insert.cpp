@@ -1,6 +1,8 @@
 // How keys that are missing get rows: room, eviction, protection of pinned rows, admission.
 #include <algorithm>
 #include <atomic>
+#include <bit>
+#include <string>
 #include <utility>
 
 #include "embstore/parallel.h"
@@ -10,204 +12,329 @@
 
 namespace embstore {
 
+// Two marks a call: of rows that the running batch has, and of rows that other live batches have.
 void Table::NextStamp() {
-  stamps_.resize(static_cast<size_t>(index_->slots()), 0);
-  if (++stamp_ == 0) {
+  stamps_.resize(static_cast<size_t>(row_capacity_), 0);
+  if (stamp_ > UINT8_MAX - 2) {
     std::fill(stamps_.begin(), stamps_.end(), uint8_t{0});
-    stamp_ = 1;
+    stamp_ = 0;
   }
+  stamp_ += 2;
 }
 
-void Table::StampPinned() {
+void Table::StampPinned(const Row* own) {
   NextStamp();
   std::lock_guard guard(lists_mutex_);
-  for (const SlotList* list : lists_) {
-    constexpr int64_t kSlotsPerTask = 8192;
-    ParallelFor((list->size() + kSlotsPerTask - 1) / kSlotsPerTask, [&](int64_t task) {
-      const int64_t begin = task * kSlotsPerTask;
-      const int64_t end = std::min(begin + kSlotsPerTask, list->size());
+  const auto stamp = [&](const SlotList* list, uint8_t value) {
+    constexpr int64_t kRowsPerTask = 8192;
+    ParallelFor((list->size() + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+      const int64_t begin = task * kRowsPerTask;
+      const int64_t end = std::min(begin + kRowsPerTask, list->size());
       for (int64_t i = begin; i < end; ++i) {
-        const Slot slot = list->slots()[i];
-        if (slot < 0) continue;
-        // Several threads may stamp the same slot, always with the same value.
-        std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(slot)])
-            .store(stamp_, std::memory_order_relaxed);
+        const Row row = list->rows()[i];
+        if (row < 0) continue;
+        // Several threads may stamp the same row, always with the same value.
+        std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(row)])
+            .store(value, std::memory_order_relaxed);
       }
     });
+  };
+  const SlotList* mine = nullptr;
+  for (const SlotList* list : lists_) {
+    if (list->rows() == own) {
+      mine = list;
+    } else {
+      stamp(list, stamp_ - 1);
+    }
   }
+  if (mine) stamp(mine, stamp_);
 }
 
-struct Table::InsertPass {
-  std::vector<uint32_t> inserted;  // occurrences whose key is new, one for each key, ascending
-  std::vector<uint32_t> repeated;  // later occurrences of these
-  std::vector<uint32_t> blocked;   // occurrences whose bucket is full
-  std::vector<Evicted> evicted;
+// The distinct keys among the missing ones, and what becomes of them.
+struct Table::Newcomers {
+  std::vector<uint32_t> first;   // where each occurs first, ascending
+  std::vector<uint32_t> number;  // which of them missing[i] is
+  std::vector<uint64_t> hashes, scores;
+  std::vector<Row> rows;
+  std::vector<Evicted> evicted;  // of the newcomers from `plain` on; slot == kNoSlot: none
+  std::vector<uint8_t> aside;    // its stripe has no place for it
+  int64_t plain = 0;             // the first ones get free rows
+  PooledBuffer scratch;          // a vector for each task of FillRows
 
-  void Append(const InsertPass& part) {
-    const std::ptrdiff_t mine = std::ssize(inserted);
-    inserted.insert(inserted.end(), part.inserted.begin(), part.inserted.end());
-    std::inplace_merge(inserted.begin(), inserted.begin() + mine, inserted.end());
-    repeated.insert(repeated.end(), part.repeated.begin(), part.repeated.end());
-    blocked.insert(blocked.end(), part.blocked.begin(), part.blocked.end());
-    evicted.insert(evicted.end(), part.evicted.begin(), part.evicted.end());
-  }
+  int64_t size() const { return std::ssize(first); }
 };
 
-// Threads share the work by bucket, so that the keys of one bucket come in the order of the batch
-// whatever the number of threads.
-Table::InsertPass Table::Insert(const int64_t* keys, Places places,
-                                std::span<const uint32_t> missing, uint64_t score, bool evict) {
-  constexpr size_t kWorthSharing = 256;
-  const int64_t parts = missing.size() < kWorthSharing ? 1 : NumThreads();
-  std::vector<InsertPass> passes(static_cast<size_t>(parts));
-  const bool counts = counts_occurrences();
-  ParallelFor(parts, [&](int64_t part) {
-    InsertPass& pass = passes[static_cast<size_t>(part)];
-    std::span<const uint32_t> mine = missing;
-    std::vector<uint32_t> share;
-    if (parts > 1) {
-      share.reserve(missing.size());
-      for (const uint32_t i : missing) {
-        if (index_->BucketOf(keys[i]) % parts == part) share.push_back(i);
-      }
-      mine = share;
+Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> missing,
+                                 uint64_t score, const uint64_t* scores,
+                                 const FetchedRows& below) const {
+  Newcomers fresh;
+  fresh.first.reserve(missing.size());
+  fresh.hashes.reserve(missing.size());
+  fresh.scores.reserve(missing.size());
+  fresh.number.resize(missing.size());
+  // Open addressing, half full at most; 0 is a free place.
+  std::vector<uint32_t> places(std::bit_ceil(2 * missing.size() + 2), 0);
+  const size_t mask = places.size() - 1;
+  for (size_t i = 0; i < missing.size(); ++i) {
+    const int64_t key = keys[missing[i]];
+    const uint64_t hash = index_->Hash(key);
+    size_t at = hash & mask;
+    while (places[at] && keys[fresh.first[places[at] - 1]] != key) at = (at + 1) & mask;
+    if (!places[at]) {
+      fresh.first.push_back(missing[i]);
+      fresh.hashes.push_back(hash);
+      fresh.scores.push_back(score);
+      places[at] = static_cast<uint32_t>(fresh.first.size());
+    } else if (counts_occurrences() && !scores) {
+      ++fresh.scores[places[at] - 1];
     }
-    const size_t ahead = evict ? 3 : 16;  // whole buckets fill the first cache soon
-    for (size_t at = 0; at < mine.size(); ++at) {
-      if (at + ahead < mine.size()) index_->Prefetch(keys[mine[at + ahead]], evict);
-      const uint32_t i = mine[at];
-      const int64_t key = keys[i];
-      // An earlier occurrence may have inserted the key.
-      auto [slot, inserted] =
-          evict ? KeyIndex::Insertion{index_->Find(key), false} : index_->FindOrInsert(key, score);
-      if (slot != kNoSlot && !inserted && counts) {
-        index_->set_score(slot, index_->score(slot) + 1);
-      }
-      if (inserted) AfterInsert(slot);
-      if (slot == kNoSlot && evict) {
-        slot = index_->Victim(index_->BucketOf(key), [&](Slot s) { return IsStamped(s); });
-        if (slot != kNoSlot) {
-          if (watched()) BeforeChange(slot);
-          const IndexEntry victim = index_->entry(slot);
-          pass.evicted.push_back({victim.key, victim.score, slot, victim.row});
-          index_->Replace(slot, key, score);
-          Stamp(slot);
-          inserted = true;
+    fresh.number[i] = places[at] - 1;
+    if (scores) fresh.scores[places[at] - 1] = scores[missing[i]];
+  }
+  const bool adds_up = counts_occurrences() && !scores && !below.keys().empty();
+  for (int64_t j = 0; adds_up && j < fresh.size(); ++j) {
+    uint64_t& own = fresh.scores[static_cast<size_t>(j)];
+    const uint64_t before = below.Find(keys[fresh.first[static_cast<size_t>(j)]]).score;
+    own = own > UINT64_MAX - before ? UINT64_MAX : own + before;
+  }
+  fresh.rows.resize(fresh.first.size(), kMissingRow);
+  fresh.aside.resize(fresh.first.size(), 0);
+  return fresh;
+}
+
+// The slot to give up for this key, or kNoSlot. Rows of other live batches are the last to go,
+// since their gradients are lost; over a store the table rather grows.
+Slot Table::Victim(uint64_t hash) const {
+  const auto is_pinned = [&](Row row) { return stamps_[static_cast<size_t>(row)] >= stamp_ - 1; };
+  const Slot slot = index_->Victim(hash, is_pinned);
+  if (slot != kNoSlot || MayExceedBudget()) return slot;
+  return index_->Victim(hash, [&](Row row) { return IsStamped(row); });
+}
+
+// Gives the row of a slot to a newcomer.
+void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
+  const IndexEntry victim = index_->entry(slot);
+  if (watched()) BeforeChange(victim);
+  const bool pinned = stamps_[static_cast<size_t>(victim.row)] == stamp_ - 1;
+  fresh.evicted[static_cast<size_t>(newcomer - fresh.plain)] = {victim.key, victim.score, slot,
+                                                                victim.row, pinned};
+  index_->Erase(slot);
+  fresh.rows[static_cast<size_t>(newcomer)] = victim.row;
+  Stamp(victim.row);
+}
+
+// Keys of the overflow area belong to no bucket, so nobody's search for a victim meets them: those
+// with the smallest scores go before the victims of the first newcomers.
+void Table::EvictAside(Newcomers& fresh) {
+  std::vector<IndexEntry> aside;
+  index_->VisitOverflow([&](Slot, const IndexEntry& entry) {
+    if (stamps_[static_cast<size_t>(entry.row)] < stamp_ - 1) aside.push_back(entry);
+  });
+  std::sort(aside.begin(), aside.end(), [](const IndexEntry& a, const IndexEntry& b) {
+    return std::pair(a.score, HashKey(a.key)) < std::pair(b.score, HashKey(b.key));
+  });
+  int64_t newcomer = fresh.plain;
+  for (const IndexEntry& entry : aside) {
+    if (newcomer == fresh.size()) return;
+    const Slot other = Victim(fresh.hashes[static_cast<size_t>(newcomer)]);
+    if (other != kNoSlot && index_->score(other) <= entry.score) return;
+    Evict(index_->Find(entry.key), newcomer++, fresh);
+  }
+}
+
+// Threads share the work by stripe, so that the keys of one stripe come in the order of the batch
+// whatever the number of threads.
+void Table::Place(const int64_t* keys, Newcomers& fresh) {
+  constexpr int64_t kWorthSharing = 256;
+  const int64_t n = fresh.size();
+  const int64_t parts = n < kWorthSharing ? 1 : NumThreads();
+  ParallelFor(parts, [&](int64_t part) {
+    constexpr int64_t kAhead = 12, kAheadWhole = 3;  // whole buckets fill the first cache soon
+    for (int64_t j = 0; j < n; ++j) {
+      const int64_t ahead = j + (j + kAhead < fresh.plain ? kAhead : kAheadWhole);
+      if (ahead < n) {
+        const uint64_t next = fresh.hashes[static_cast<size_t>(ahead)];
+        if (parts == 1 || index_->StripeOf(next) % parts == part) {
+          index_->Prefetch(next, ahead >= fresh.plain);
         }
       }
-      places.slots[i] = slot;
-      // Who replaces a victim has its row; new rows are numbered below.
-      places.rows[i] = evict && slot != kNoSlot ? index_->row(slot) : kMissingRow;
-      (inserted ? pass.inserted : slot == kNoSlot ? pass.blocked : pass.repeated).push_back(i);
+      const auto at = static_cast<size_t>(j);
+      const uint64_t hash = fresh.hashes[at];
+      if (parts > 1 && index_->StripeOf(hash) % parts != part) continue;
+      if (fresh.rows[at] == kMissingRow) {
+        const Slot slot = Victim(hash);
+        if (slot == kNoSlot) continue;
+        Evict(slot, j, fresh);
+      }
+      const IndexEntry entry{keys[fresh.first[at]], fresh.scores[at], fresh.rows[at]};
+      fresh.aside[at] = !index_->Insert(entry, hash);
     }
   });
-  for (int64_t part = 1; part < parts; ++part) passes[0].Append(passes[static_cast<size_t>(part)]);
-  InsertPass& pass = passes[0];
-  if (evict) return std::move(pass);
-  // Numbered in the order of the batch, so that rows do not depend on the threads either.
-  const auto number = [&](std::span<const uint32_t> occurrences, bool fresh) {
-    constexpr int64_t kPerTask = 2048, kAhead = 16;
-    const auto n = std::ssize(occurrences);
-    ParallelFor((n + kPerTask - 1) / kPerTask, [&](int64_t task) {
-      const int64_t end = std::min((task + 1) * kPerTask, n);
-      for (int64_t j = task * kPerTask; j < end; ++j) {
-        if (j + kAhead < end) {
-          index_->PrefetchSlot(places.slots[occurrences[static_cast<size_t>(j + kAhead)]]);
-        }
-        const uint32_t i = occurrences[static_cast<size_t>(j)];
-        if (fresh) index_->set_row(places.slots[i], rows_.Next(j));
-        places.rows[i] = index_->row(places.slots[i]);
-      }
-    });
-  };
-  number(pass.inserted, true);
-  number(pass.repeated, false);
-  rows_.Take(std::ssize(pass.inserted));
-  return std::move(pass);
+  for (int64_t j = 0; j < n; ++j) {
+    const auto at = static_cast<size_t>(j);
+    if (!fresh.aside[at]) continue;
+    index_->InsertAside({keys[fresh.first[at]], fresh.scores[at], fresh.rows[at]},
+                        fresh.hashes[at]);
+    fresh.aside[at] = 0;
+  }
 }
 
-int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
+// Back to before Place. Rows have not been touched, so the index alone has to go back.
+void Table::Undo(const int64_t* keys, Newcomers& fresh) {
+  for (int64_t j = 0; j < fresh.size(); ++j) {
+    const auto at = static_cast<size_t>(j);
+    if (fresh.rows[at] == kMissingRow || fresh.aside[at]) continue;
+    const Slot slot = index_->Find(keys[fresh.first[at]], fresh.hashes[at]);
+    if (slot != kNoSlot) index_->Erase(slot);
+  }
+  for (const Evicted& gone : fresh.evicted) {
+    if (gone.slot != kNoSlot) index_->PutBack(gone.slot, {gone.key, gone.score, gone.row});
+  }
+}
+
+void Table::FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
+                     const float* initial) {
+  ParallelFor(FillTasks(fresh.size()), [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kRowsPerFill, fresh.size());
+    float* const scratch = fresh.scratch.as<float>() + task * options_.dim;
+    for (int64_t j = task * kRowsPerFill; j < end; ++j) {
+      constexpr int64_t kAhead = 8;
+      if (const Row next = j + kAhead < end ? fresh.rows[static_cast<size_t>(j + kAhead)] : -1;
+          next >= 0) {
+        const std::byte* row = rows_.at(next);
+        for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(row + byte, 1);
+      }
+      const Row row = fresh.rows[static_cast<size_t>(j)];
+      if (row == kMissingRow) continue;
+      const uint32_t i = fresh.first[static_cast<size_t>(j)];
+      FillRow(row, keys[i], below, initial ? initial + i * options_.dim : nullptr, scratch);
+    }
+  });
+}
+
+// Lists of other batches forget the rows that were taken from them.
+void Table::Unpin(std::span<const Evicted> evicted, const Row* own) {
+  if (std::none_of(evicted.begin(), evicted.end(), [](const Evicted& e) { return e.pinned; })) {
+    return;
+  }
+  NextStamp();
+  for (const Evicted& gone : evicted) {
+    if (!gone.pinned) continue;
+    Stamp(gone.row);
+    ++stats_.dropped_gradients;
+  }
+  std::lock_guard guard(lists_mutex_);
+  for (SlotList* list : lists_) {
+    if (list->rows() == own) continue;
+    for (Row *row = list->rows(), *end = row + list->size(); row != end; ++row) {
+      if (*row >= 0 && IsStamped(*row)) *row = kMissingRow;
+    }
+  }
+}
+
+int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                              uint64_t score, const float* initial) {
   if (missing.empty()) return 0;
-  return InsertMissing(keys, places, missing, score, Fetch(keys, missing), initial);
+  return InsertMissing(keys, rows, missing, score, nullptr, Fetch(keys, missing), initial);
 }
 
-int64_t Table::InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
-                             uint64_t score, const FetchedRows& below, const float* initial) {
+int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
+                             uint64_t score, const uint64_t* scores, const FetchedRows& below,
+                             const float* initial) {
+  if (missing.empty()) return 0;
   if (snapshot_ && options_.store) snapshot_->PreserveBelow(keys, missing, below);
-  GrowFor(keys, missing);
-  RequireRows(std::min(index_->size() + std::ssize(missing), index_->capacity()));
-  InsertPass done;  // inserted: keys that have no row yet
-  std::vector<uint32_t> blocked(missing.begin(), missing.end());
-  const auto insert_if_room = [&] {
-    InsertPass more = Insert(keys, places, blocked, score, /*evict=*/false);
-    index_->AddSize(std::ssize(more.inserted));
-    blocked = std::move(more.blocked);
-    done.inserted = std::move(more.inserted);
-  };
-  const auto finish_rows = [&] {
-    constexpr int64_t kRowsPerTask = 512;
-    const auto rows = static_cast<int64_t>(done.inserted.size());
-    ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
-      const int64_t end = std::min((task + 1) * kRowsPerTask, rows);
-      for (int64_t j = task * kRowsPerTask; j < end; ++j) {
-        constexpr int64_t kAhead = 8;
-        if (j + kAhead < end) {
-          const std::byte* next =
-              rows_.at(places.rows[done.inserted[static_cast<size_t>(j + kAhead)]]);
-          for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(next + byte, 1);
-        }
-        const uint32_t i = done.inserted[static_cast<size_t>(j)];
-        FillRow(places.slots[i], places.rows[i], keys[i], below,
-                initial ? initial + i * options_.dim : nullptr);
-      }
-    });
-    stats_.inserts += rows;
-    done.inserted.clear();
-  };
-  if (index_->size() < index_->capacity()) insert_if_room();
-  // A full bucket of a table that may grow: double until there is room.
-  while (!blocked.empty() && index_->CanGrow()) {
-    finish_rows();  // growing may fail, and rows that have a key must be whole by then
-    Grow();
-    insert_if_room();
+  // What may fail for want of memory comes first, or can be taken back.
+  Newcomers fresh = Distinct(keys, missing, score, scores, below);
+  const int64_t n = fresh.size(), size = index_->size();
+  fresh.plain = std::clamp<int64_t>(row_limit_ - size, 0, n);
+  if (fresh.plain < n && !evicts()) {
+    throw OutOfMemory("table '" + options_.name +
+                      "' has as many rows as there can be: " + std::to_string(size));
   }
-  if (!blocked.empty() && options_.score_strategy != ScoreStrategy::kNoEviction) {
-    std::sort(blocked.begin(), blocked.end());
-    finish_rows();  // stamps may fail as well
-    StampPinned();
-    InsertPass more = Insert(keys, places, blocked, score, /*evict=*/true);
-    done.inserted = std::move(more.inserted);
-    blocked = std::move(more.blocked);
+  fresh.evicted.resize(static_cast<size_t>(n - fresh.plain));
+  fresh.scratch = PooledBuffer(static_cast<size_t>(FillTasks(n) * options_.dim) * sizeof(float));
+  MakeRoom(size + fresh.plain);
+  if (fresh.plain < n) StampPinned(rows);
+  for (int64_t j = 0; j < fresh.plain; ++j) {
+    fresh.rows[static_cast<size_t>(j)] = rows_.Next(j);
+    if (fresh.plain < n) Stamp(rows_.Next(j));
+  }
+  std::vector<Evicted> evicted;
+  try {
+    if (fresh.plain < n && index_->overflow_size() > 0) EvictAside(fresh);
+    Place(keys, fresh);
+    std::copy_if(fresh.evicted.begin(), fresh.evicted.end(), std::back_inserter(evicted),
+                 [](const Evicted& gone) { return gone.slot != kNoSlot; });
     if (snapshot_ && options_.store) {
-      for (const Evicted& gone : more.evicted) snapshot_->Leave(gone.key);
+      for (const Evicted& gone : evicted) snapshot_->Leave(gone.key);
     }
+    WriteBack(evicted);  // the last moment: rows are still those of the victims
+    LogEvictions(evicted);
+  } catch (...) {
+    Undo(keys, fresh);
+    throw;
+  }
+  rows_.Take(fresh.plain);
+  index_->AddSize(fresh.plain);
+  for (int64_t j = 0; j < fresh.plain; ++j) AfterInsert(fresh.rows[static_cast<size_t>(j)]);
+  Unpin(evicted, rows);
+  FillRows(keys, fresh, below, initial);
+  int64_t refused = std::count(fresh.rows.begin(), fresh.rows.end(), kMissingRow);
+  stats_.inserts += n - refused;
+  if (refused && MayExceedBudget()) {
+    InsertBeyondBudget(keys, fresh, below, initial);
+    refused = 0;
+  }
+  stats_.refusals += refused;
+  for (size_t i = 0; i < missing.size(); ++i) rows[missing[i]] = fresh.rows[fresh.number[i]];
+  return refused;
+}
+
+// Over a store: rows for those newcomers that are left, whatever the budget says.
+void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
+                               const float* initial) {
+  Newcomers rest;
+  try {
+    for (int64_t j = 0; j < fresh.size(); ++j) {
+      const auto at = static_cast<size_t>(j);
+      if (fresh.rows[at] != kMissingRow) continue;
+      rest.first.push_back(fresh.first[at]);
+      rest.number.push_back(static_cast<uint32_t>(j));
+      rest.hashes.push_back(fresh.hashes[at]);
+      rest.scores.push_back(fresh.scores[at]);
+      rest.rows.push_back(rows_.Next(std::ssize(rest.rows)));
+    }
+    rest.aside.resize(rest.first.size(), 0);
+    rest.plain = rest.size();
+    rest.scratch =
+        PooledBuffer(static_cast<size_t>(FillTasks(rest.size()) * options_.dim) * sizeof(float));
+    MakeRoom(index_->size() + rest.size());
     try {
-      WriteBack(more.evicted);  // the last moment: rows are still those of the victims
+      Place(keys, rest);
     } catch (...) {
-      Undo(keys, places, missing, done.inserted, more.evicted);
+      Undo(keys, rest);
       throw;
     }
-    try {
-      LogEvictions(more.evicted);  // reads the rows, so before they are made anew
-    } catch (...) {
-      finish_rows();
-      throw;
+  } catch (...) {
+    // The keys of the call go again. Their victims are below, so nothing is lost.
+    int64_t erased = 0;
+    for (int64_t j = 0; j < fresh.size(); ++j) {
+      const auto at = static_cast<size_t>(j);
+      if (fresh.rows[at] == kMissingRow) continue;
+      FreeSlot(index_->Find(keys[fresh.first[at]], fresh.hashes[at]));
+      ++erased;
     }
+    index_->AddSize(-erased);
+    throw;
   }
-  finish_rows();
-  while (!blocked.empty() && MayExceedBudget()) {
-    Grow();
-    insert_if_room();
-    finish_rows();
+  rows_.Take(rest.size());
+  index_->AddSize(rest.size());
+  for (size_t j = 0; j < rest.rows.size(); ++j) {
+    AfterInsert(rest.rows[j]);
+    fresh.rows[rest.number[j]] = rest.rows[j];
   }
-  if (blocked.empty()) return 0;
-  std::vector<int64_t> refused;
-  for (uint32_t i : blocked) refused.push_back(keys[i]);
-  std::sort(refused.begin(), refused.end());
-  const auto distinct = std::unique(refused.begin(), refused.end()) - refused.begin();
-  stats_.refusals += distinct;
-  return distinct;
+  FillRows(keys, rest, below, initial);
+  stats_.inserts += rest.size();
 }
 
 std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing) {
@@ -235,7 +362,7 @@ void Table::LogEvictions(std::span<Evicted> evicted) {
   if (options_.eviction_log == EvictionLog::kOff) return;
   // They come in the order of the threads that found them; the log must not depend on those.
   std::sort(evicted.begin(), evicted.end(),
-            [](const Evicted& a, const Evicted& b) { return a.slot < b.slot; });
+            [](const Evicted& a, const Evicted& b) { return a.row < b.row; });
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;
   const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
   for (const Evicted& gone : evicted) {

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 4096;
 
-// Calls visit(i, places, m) for blocks of keys, on several threads.
+// Calls visit(i, slots, rows, m) for blocks of keys, on several threads.
 template <typename Visit>
 void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& visit) {
   const auto n = static_cast<int64_t>(keys.size());
@@ -29,7 +29,7 @@ void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& v
     Slot slots[kKeysPerTask];
     Row rows[kKeysPerTask];
     ActiveKernels().find(index, keys.data() + begin, m, slots, rows, ScoreUpdate::kKeep, 0);
-    visit(begin, Places{slots, rows}, m);
+    visit(begin, slots, rows, m);
   });
 }
 
@@ -51,8 +51,8 @@ void Table::Resident(std::span<const int64_t> keys, uint8_t* found) const {
 }
 
 void Table::LockedResident(std::span<const int64_t> keys, uint8_t* found) const {
-  ForBlocks(*this, keys, [&](int64_t i, Places places, int64_t m) {
-    for (int64_t j = 0; j < m; ++j) found[i + j] = places.slots[j] != kNoSlot;
+  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, const Row*, int64_t m) {
+    for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
   });
 }
 
@@ -80,13 +80,13 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
     found_here.resize(keys.size());
     found = found_here.data();
   }
-  ForBlocks(*this, keys, [&](int64_t i, Places places, int64_t m) {
+  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, const Row* rows, int64_t m) {
     if (values) {
-      ActiveKernels().gather(view, places.rows, m, nullptr, values + i * options_.dim,
-                             DType::kFloat32, options_.dim);
+      ActiveKernels().gather(view, rows, m, nullptr, values + i * options_.dim, DType::kFloat32,
+                             options_.dim);
     }
     for (int64_t j = 0; j < m; ++j) {
-      const Slot slot = places.slots[j];
+      const Slot slot = slots[j];
       if (found) found[i + j] = slot != kNoSlot;
       if (scores) scores[i + j] = slot == kNoSlot ? 0 : index_->score(slot);
       if (!states) continue;
@@ -94,7 +94,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
       if (slot == kNoSlot) {
         std::fill_n(out, width, 0.0f);
       } else {
-        std::copy_n(state_at(places.rows[j]), width, out);
+        std::copy_n(state_at(rows[j]), width, out);
       }
     }
   });
@@ -115,30 +115,32 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   }
 }
 
-void Table::FindAll(std::span<const int64_t> keys, Places places, BatchScore score) {
+void Table::FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto n = static_cast<int64_t>(keys.size());
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
-    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), places.From(begin),
-             score);
+    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), rows + begin, score);
   });
 }
 
-void Table::FindHere(std::span<const int64_t> keys, Places places, BatchScore score) {
+void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto find = ActiveKernels().find;
   const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
-    find(view, keys.data(), n, places.slots, places.rows, score.update, score.score);
+    find(view, keys.data(), n, nullptr, rows, score.update, score.score);
     return;
   }
   // The score of a hit changes as well, so its row is announced first.
-  find(view, keys.data(), n, places.slots, places.rows, ScoreUpdate::kKeep, 0);
-  BeforeChange({places.slots, keys.size()});
+  const PooledBuffer buffer(keys.size() * sizeof(Slot));
+  const Slot* const slots = buffer.as<Slot>();
+  find(view, keys.data(), n, buffer.as<Slot>(), rows, ScoreUpdate::kKeep, 0);
+  constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < n; ++i) {
-    const Slot slot = places.slots[i];
-    if (slot == kNoSlot) continue;
-    RenewScore(view.score(slot), score.update, score.score);
+    if (snapshot_ && i + kAhead < n) snapshot_->Prefetch(rows[i + kAhead]);
+    if (slots[i] == kNoSlot) continue;
+    BeforeChange(index_->entry(slots[i]));
+    RenewScore(view.score(slots[i]), score.update, score.score);
   }
 }
 
@@ -153,20 +155,22 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
                             std::to_string(zero - scores) + "] is: 0");
     }
   }
-  const auto list = std::make_unique<SlotList>(shared_from_this(), n);
+  const auto list = std::make_unique<SlotList>(shared_from_this(), keys);
   std::unique_lock guard(lock_);
   RequireOpen();
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore();
   // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
   // them.
   for (int64_t i = 0; scores && i < n; ++i) last_timestamp_ = std::max(last_timestamp_, scores[i]);
-  Slot* slots = list->slots();
-  FindAll(keys, list->places(), batch);
-  if (watched())
-    BeforeChange({slots, static_cast<size_t>(n)});  // rows change even where scores stay
+  Row* const rows = list->rows();
+  FindAll(keys, rows, batch);
+  if (watched()) BeforeChange(keys, rows);  // rows change even where scores stay
   std::vector<uint32_t> missing;
+  std::vector<uint8_t> is_new(scores ? keys.size() : 0);  // inserted with its score
   for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
+    if (rows[i] != kMissingRow) continue;
+    missing.push_back(static_cast<uint32_t>(i));
+    if (scores) is_new[static_cast<size_t>(i)] = 1;
   }
   // A row that is replaced as a whole need not be fetched, but for a snapshot.
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
@@ -175,10 +179,10 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
     for (const uint32_t i : missing) absent.push_back(keys[i]);
     PreserveBelow(absent);
   }
-  const int64_t refused = InsertMissing(keys.data(), list->places(), missing, batch.score,
+  const int64_t refused = InsertMissing(keys.data(), rows, missing, batch.score, scores,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
                                         values);  // cheaper than what they would begin with
-  Grouping grouping(list->rows(), n, rows_.used());
+  Grouping grouping(rows, n, rows_.used());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Scatter(chunk); });
@@ -188,12 +192,13 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
       if (j + 1 < sorted.size() && sorted[j + 1].row == sorted[j].row) continue;
       const auto row = static_cast<Row>(sorted[j].row);
       const int64_t i = sorted[j].index;
-      const Slot slot = slots[i];
       ActiveKernels().store_vector(values + i * options_.dim, options_.dim, options_.dtype,
                                    rows_.at(row));
       if (states) std::copy_n(states + i * state_width_, state_width_, state_at(row));
-      if (scores) index_->set_score(slot, scores[i]);
-      if (tracks_dirty()) MarkDirty(slot);
+      if (scores && !is_new[static_cast<size_t>(i)]) {
+        index_->set_score(index_->Find(keys[static_cast<size_t>(i)]), scores[i]);
+      }
+      if (tracks_dirty()) MarkDirty(row);
     }
   });
   return refused;
@@ -218,23 +223,23 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   for (int64_t key : keys) {
     const Slot slot = index_->Find(key);
     if (slot == kNoSlot) continue;
-    if (watched()) BeforeChange(slot);
+    const IndexEntry entry = index_->entry(slot);
+    if (watched()) BeforeChange(entry);
     if (changes_) {
-      changes_->Unmark(slot);
+      changes_->Unmark(entry.row);
       changes_->Remove(key);
     }
     if (snapshot_ && options_.store) snapshot_->Leave(key);
     FreeSlot(slot);
-    Stamp(slot);
+    Stamp(entry.row);
     ++erased;
   }
   index_->AddSize(-erased);
   if (erased == 0) return only_below;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) {
-    const Places places = list->places();
-    for (int64_t i = 0; i < list->size(); ++i) {
-      if (places.slots[i] >= 0 && IsStamped(places.slots[i])) places.Forget(i);
+    for (Row *row = list->rows(), *end = row + list->size(); row != end; ++row) {
+      if (*row >= 0 && IsStamped(*row)) *row = kMissingRow;
     }
   }
   return erased + only_below;
@@ -280,11 +285,11 @@ void Table::SetOptimizer(const OptimizerOptions& optimizer) {
   InitState(optimizer, options_.dim, after.data());
   options_.optimizer = optimizer;
   if (before == after) return;
-  index_->VisitUsed(0, static_cast<Slot>(index_->slots()), [&](Slot slot, const IndexEntry& entry) {
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
     float* state = state_at(entry.row);
     if (!std::equal(before.begin(), before.end(), state)) return;
-    if (watched()) BeforeChange(slot);
-    if (tracks_dirty()) MarkDirty(slot);
+    if (watched()) BeforeChange(entry);
+    if (tracks_dirty()) MarkDirty(entry.row);
     std::copy(after.begin(), after.end(), state);
   });
 }
@@ -297,29 +302,8 @@ void Table::ForgetRows() {
   ++contents_;
   std::lock_guard lists_guard(lists_mutex_);
   for (SlotList* list : lists_) {
-    std::fill_n(list->slots(), list->size(), kNoSlot);
     std::fill_n(list->rows(), list->size(), kMissingRow);
   }
-}
-
-// The used slots of [begin, end) that are wanted, ascending.
-template <typename Wanted>
-std::vector<Slot> Table::Select(int64_t begin, int64_t end, const Wanted& wanted) const {
-  constexpr int64_t kSlotsPerTask = 1 << 15;
-  const int64_t tasks = (end - begin + kSlotsPerTask - 1) / kSlotsPerTask;
-  std::vector<std::vector<Slot>> parts(static_cast<size_t>(tasks));
-  ParallelFor(tasks, [&](int64_t task) {
-    std::vector<Slot>& part = parts[static_cast<size_t>(task)];
-    const int64_t first = begin + task * kSlotsPerTask;
-    const int64_t last = std::min(first + kSlotsPerTask, end);
-    index_->VisitUsed(static_cast<Slot>(first), static_cast<Slot>(last),
-                      [&](Slot slot, const IndexEntry& entry) {
-                        if (wanted(slot, entry)) part.push_back(slot);
-                      });
-  });
-  std::vector<Slot> slots;
-  for (const std::vector<Slot>& part : parts) slots.insert(slots.end(), part.begin(), part.end());
-  return slots;
 }
 
 void Table::CopyRows(const Row* numbers, int64_t n, float* values, float* states) const {
@@ -334,18 +318,19 @@ void Table::CopyRows(const Row* numbers, int64_t n, float* values, float* states
   }
 }
 
-RowBlock Table::Collect(std::span<const Slot> slots, bool with_values, bool with_states) const {
-  const auto n = static_cast<int64_t>(slots.size());
+RowBlock Table::Collect(std::span<const IndexEntry> entries, bool with_values,
+                        bool with_states) const {
+  const auto n = std::ssize(entries);
   RowBlock block;
-  block.keys.resize(slots.size());
-  block.scores.resize(slots.size());
-  if (with_values) block.values.resize(slots.size() * static_cast<size_t>(options_.dim));
-  if (with_states) block.states.resize(slots.size() * static_cast<size_t>(state_width_));
+  block.keys.resize(entries.size());
+  block.scores.resize(entries.size());
+  if (with_values) block.values.resize(entries.size() * static_cast<size_t>(options_.dim));
+  if (with_states) block.states.resize(entries.size() * static_cast<size_t>(state_width_));
   ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, end = std::min(begin + kKeysPerTask, n);
     Row numbers[kKeysPerTask];
     for (int64_t i = begin; i < end; ++i) {
-      const IndexEntry entry = index_->entry(slots[static_cast<size_t>(i)]);
+      const IndexEntry& entry = entries[static_cast<size_t>(i)];
       block.keys[static_cast<size_t>(i)] = entry.key;
       block.scores[static_cast<size_t>(i)] = entry.score;
       numbers[i - begin] = entry.row;
@@ -364,53 +349,50 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
   }
   std::shared_lock guard(lock_);
   RequireOpen();
-  if (!cursor.started) cursor = {0, layout_, true};
+  if (!cursor.started) cursor = {0, {}, layout_, true};
   if (cursor.layout != layout_) {
-    throw InvalidState("table '" + options_.name + "' was grown or cleared during an export");
+    throw InvalidState("table '" + options_.name + "' was cleared during an export");
   }
-  const int64_t all = index_->slots();
-  std::vector<Slot> slots;
-  int64_t next = cursor.next;
-  // The window widens while few rows match, so that a rare match costs no more calls than a common
-  // one.
-  for (int64_t window = 2 * max_rows; next < all && std::ssize(slots) < max_rows; window *= 2) {
-    const int64_t end = std::min(next + window, all);
-    const std::vector<Slot> more =
-        Select(next, end, [&](Slot, const IndexEntry& entry) { return entry.score >= min_score; });
-    slots.insert(slots.end(), more.begin(), more.end());
-    next = end;
+  std::vector<IndexEntry> entries;
+  while (!cursor.walk.ended && std::ssize(entries) < max_rows) {
+    index_->Advance(
+        cursor.walk, max_rows - std::ssize(entries),
+        [&](const IndexEntry& entry) { return entry.score >= min_score; },
+        [&](const IndexEntry& entry) { entries.push_back(entry); });
   }
-  if (std::ssize(slots) > max_rows) {
-    next = slots[static_cast<size_t>(max_rows)];
-    slots.resize(static_cast<size_t>(max_rows));
-  }
-  cursor.next = next < all ? next : -1;
-  return Collect(slots, with_values, with_states);
+  cursor.next = cursor.walk.ended ? -1 : 0;
+  return Collect(entries, with_values, with_states);
 }
 
-void Table::BeforeChange(Slot slot) {
-  if (slot < 0) return;
-  if (snapshot_) snapshot_->Preserve(slot);
-  if (changes_) changes_->Mark(slot);
+void Table::BeforeChange(const IndexEntry& entry) {
+  if (snapshot_) snapshot_->Preserve(entry);
+  if (changes_) changes_->Mark(entry.row);
 }
 
-void Table::BeforeChange(std::span<const Slot> slots) {
+void Table::BeforeChange(int64_t key, Row row) {
+  if (snapshot_ && !snapshot_->IsSettled(row)) {
+    snapshot_->Preserve(index_->entry(index_->Find(key)));
+  }
+  if (changes_) changes_->Mark(row);
+}
+
+void Table::BeforeChange(std::span<const int64_t> keys, const Row* rows) {
   constexpr size_t kAhead = 16;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    if (snapshot_ && i + kAhead < slots.size()) snapshot_->Prefetch(slots[i + kAhead]);
-    BeforeChange(slots[i]);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (snapshot_ && i + kAhead < keys.size()) snapshot_->Prefetch(rows[i + kAhead]);
+    if (rows[i] != kMissingRow) BeforeChange(keys[i], rows[i]);
   }
 }
 
-void Table::AfterInsert(Slot slot) {
-  if (snapshot_) snapshot_->Skip(slot);
-  if (changes_) changes_->Mark(slot);
+void Table::AfterInsert(Row row) {
+  if (snapshot_) snapshot_->Skip(row);
+  if (changes_) changes_->Mark(row);
 }
 
 void Table::TrackChanges(bool on) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  changes_ = on ? std::make_unique<ChangeSet>(index_->slots()) : nullptr;
+  changes_ = on ? std::make_unique<ChangeSet>(row_capacity_) : nullptr;
 }
 
 Table::Changes Table::TakeChanges(bool with_states) {
@@ -419,16 +401,18 @@ Table::Changes Table::TakeChanges(bool with_states) {
   if (!changes_) {
     throw InvalidState("changes of table '" + options_.name + "' should be tracked but are not");
   }
-  const std::vector<Slot> slots = Select(
-      0, index_->slots(), [&](Slot slot, const IndexEntry&) { return changes_->IsMarked(slot); });
-  Changes taken{Collect(slots, true, with_states), {}};
+  std::vector<IndexEntry> changed;
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    if (changes_->IsMarked(entry.row)) changed.push_back(entry);
+  });
+  Changes taken{Collect(changed, true, with_states), {}};
   for (int64_t key : changes_->removed()) {
     if (index_->Find(key) == kNoSlot) taken.removed.push_back(key);
   }
   std::sort(taken.removed.begin(), taken.removed.end());
   taken.removed.erase(std::unique(taken.removed.begin(), taken.removed.end()), taken.removed.end());
   if (options_.store) TakeFromBelow(taken, with_states);
-  changes_ = std::make_unique<ChangeSet>(index_->slots());
+  changes_ = std::make_unique<ChangeSet>(row_capacity_);
   return taken;
 }
 
@@ -467,9 +451,9 @@ void Table::RestoreChanges(std::span<const int64_t> changed, std::span<const int
   RequireOpen();
   if (!changes_) return;
   for (int64_t key : changed) {
-    const Slot slot = index_->Find(key);
-    if (slot != kNoSlot) {
-      changes_->Mark(slot);
+    const Row row = FindRow(key);
+    if (row != kMissingRow) {
+      changes_->Mark(row);
     } else {
       changes_->Remove(key);  // below, or gone since: the next TakeChanges looks
     }

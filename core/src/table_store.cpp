@@ -36,17 +36,16 @@ FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing)
   return FetchedRows(*options_.store, keys, missing, with_scores);
 }
 
-void Table::FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below,
-                    const float* initial) {
+void Table::FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
+                    float* scratch) {
   const FetchedRows::Row fetched = below.Find(key);
   // A new row is dirty: the store below has none yet.
-  if (tracks_dirty()) dirty_[static_cast<size_t>(slot)] = fetched.data == nullptr;
+  if (tracks_dirty()) dirty_[static_cast<size_t>(row)] = fetched.data == nullptr;
   if (!fetched.data) {
-    InitRow(row, key, initial);
+    InitRow(row, key, initial, scratch);
     return;
   }
   std::memcpy(rows_.at(row), fetched.data, static_cast<size_t>(stored_row_bytes()));
-  if (counts_occurrences()) index_->set_score(slot, index_->score(slot) + fetched.score);
   std::atomic_ref<int64_t>(stats_.fetches).fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -54,7 +53,7 @@ void Table::WriteBack(std::span<const Evicted> rows) {
   if (!options_.store) return;
   std::vector<const Evicted*> dirty;
   for (const Evicted& gone : rows) {
-    if (dirty_[static_cast<size_t>(gone.slot)]) dirty.push_back(&gone);
+    if (dirty_[static_cast<size_t>(gone.row)]) dirty.push_back(&gone);
   }
   if (!rows.empty()) ++layout_;  // an export would meet them twice, or not at all
   std::vector<int64_t> keys;
@@ -73,69 +72,55 @@ void Table::WriteBack(std::span<const Evicted> rows) {
     }
     options_.store->PutScattered(keys, data.data(), scores.data());
     if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
-    for (size_t j = 0; j < n; ++j) dirty_[static_cast<size_t>(dirty[begin + j]->slot)] = 0;
+    for (size_t j = 0; j < n; ++j) dirty_[static_cast<size_t>(dirty[begin + j]->row)] = 0;
     stats_.write_backs += static_cast<int64_t>(n);
   }
 }
 
-// The rows of victims and of free slots have not been touched, so the index alone has to go back.
-void Table::Undo(const int64_t* keys, Places places, std::span<const uint32_t> missing,
-                 std::span<const uint32_t> inserted, std::span<const Evicted> evicted) {
-  for (const Evicted& gone : evicted) index_->Replace(gone.slot, gone.key, gone.score);
-  int64_t erased = 0;
-  for (uint32_t i : inserted) {
-    const Slot slot = index_->Find(keys[i]);
-    if (slot == kNoSlot) continue;  // it had the place of a victim
-    FreeSlot(slot);
-    ++erased;
-  }
-  index_->AddSize(-erased);
-  for (uint32_t i : missing) FindOne(keys[i], places.From(i));
+Row Table::FindRow(int64_t key) const {
+  const Slot slot = index_->Find(key);
+  return slot == kNoSlot ? kMissingRow : index_->row(slot);
 }
 
-void Table::FindOne(int64_t key, Places place) const {
-  *place.slots = index_->Find(key);
-  *place.rows = *place.slots == kNoSlot ? kMissingRow : index_->row(*place.slots);
-}
-
-std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Places places) {
+std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Row* rows) {
   const auto n = static_cast<int64_t>(keys.size());
   std::vector<uint32_t> missing;
-  FindAll(keys, places, {ScoreUpdate::kKeep, 0});
+  FindAll(keys, rows, {ScoreUpdate::kKeep, 0});
   for (int64_t i = 0; i < n; ++i) {
-    if (places.slots[i] == kNoSlot) missing.push_back(static_cast<uint32_t>(i));
+    if (rows[i] == kMissingRow) missing.push_back(static_cast<uint32_t>(i));
   }
   return missing;
 }
 
 // Gives those of the missing keys a slot that were fetched.
-void Table::Install(std::span<const int64_t> keys, Places places, std::vector<uint32_t> missing,
+void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
                     const FetchedRows& below) {
   std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
   if (missing.empty()) return;
   // The lowest score: a row that is brought up and then not used goes first.
-  InsertMissing(keys.data(), places, missing, 1, below, nullptr);
+  InsertMissing(keys.data(), rows, missing, 1, nullptr, below, nullptr);
   if (!counts_occurrences()) return;
   for (uint32_t i : missing) {  // coming up is no occurrence
-    if (places.slots[i] == kNoSlot) continue;
-    index_->set_score(places.slots[i], std::max<uint64_t>(below.Find(keys[i]).score, 1));
+    const Slot slot = index_->Find(keys[i]);
+    if (slot == kNoSlot) continue;
+    index_->set_score(slot, std::max<uint64_t>(below.Find(keys[i]).score, 1));
   }
 }
 
-void Table::BringUp(std::span<const int64_t> keys, Places places) {
-  std::vector<uint32_t> missing = FindMissing(keys, places);
+void Table::BringUp(std::span<const int64_t> keys, Row* rows) {
+  std::vector<uint32_t> missing = FindMissing(keys, rows);
   if (!options_.store || missing.empty()) return;
   const FetchedRows below = Fetch(keys.data(), missing);
-  Install(keys, places, std::move(missing), below);
+  Install(keys, rows, std::move(missing), below);
 }
 
 std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   RequireStore();
-  auto list = std::make_unique<SlotList>(shared_from_this(), static_cast<int64_t>(keys.size()));
-  const Places places = list->places();
+  auto list = std::make_unique<SlotList>(shared_from_this(), keys);
+  Row* const rows = list->rows();
   std::unique_lock guard(lock_);
   RequireOpen();
-  std::vector<uint32_t> missing = FindMissing(keys, places);
+  std::vector<uint32_t> missing = FindMissing(keys, rows);
   if (missing.empty()) return list;
   ++prefetches_;
   const uint64_t contents = contents_;
@@ -152,17 +137,17 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   const bool all_changed = contents != contents_ || (snapshot_ && !below.has_scores());
   std::vector<uint32_t> current, stale;
   for (uint32_t i : missing) {
-    if (index_) FindOne(keys[i], places.From(i));
-    if (places.slots[i] != kNoSlot) continue;  // the training brought it up itself
+    if (index_) rows[i] = FindRow(keys[i]);
+    if (rows[i] != kMissingRow) continue;  // the training brought it up itself
     (all_changed || changed_below_.contains(keys[i]) ? stale : current).push_back(i);
   }
   if (--prefetches_ == 0) changed_below_.clear();
   if (failure) std::rethrow_exception(failure);
   RequireOpen();
-  Install(keys, places, std::move(current), below);
+  Install(keys, rows, std::move(current), below);
   if (!stale.empty()) {
     below = Fetch(keys.data(), stale);
-    Install(keys, places, std::move(stale), below);
+    Install(keys, rows, std::move(stale), below);
   }
   return list;
 }
@@ -173,9 +158,9 @@ void Table::WriteBackDirty() {
     WriteBack(rows);
     rows.clear();
   };
-  index_->VisitUsed(0, static_cast<Slot>(index_->slots()), [&](Slot slot, const IndexEntry& entry) {
-    if (!dirty_[static_cast<size_t>(slot)]) return;
-    rows.push_back({entry.key, entry.score, slot, entry.row});
+  index_->VisitAll([&](Slot slot, const IndexEntry& entry) {
+    if (!dirty_[static_cast<size_t>(entry.row)]) return;
+    rows.push_back({entry.key, entry.score, slot, entry.row, false});
     if (rows.size() == kRowsPerPut) write();
   });
   write();
@@ -220,8 +205,8 @@ void Table::PreserveBelow(std::span<const int64_t> keys) {
 std::vector<int64_t> Table::BeforeReplacement() {
   std::vector<int64_t> replaced;
   if (!watched()) return replaced;
-  index_->VisitUsed(0, static_cast<Slot>(index_->slots()), [&](Slot slot, const IndexEntry& entry) {
-    if (snapshot_) snapshot_->Preserve(slot);
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    if (snapshot_) snapshot_->Preserve(entry);
     if (changes_) replaced.push_back(entry.key);
   });
   if (!options_.store) return replaced;

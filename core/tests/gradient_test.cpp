@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "check.h"
@@ -147,12 +148,15 @@ TEST(Half precision gradients are summed in float32) {
   CHECK_EQ(AllRows(*table).at(4).value[0], 4.0f - 1023.0f / 64.0f);
 }
 
-TEST(Pinned rows survive eviction until their list is gone) {
+TEST(Pinned rows survive eviction while other rows can go) {
   const auto table = Table::Create(SmallTable(1));
   Forward pinned = LookUpOne(table, Range(0, 100));
-  for (int64_t step = 1; step < 6; ++step) LookUpOne(table, Range(1000 * step, 1000 * step + 128));
+  for (int64_t step = 1; step < 6; ++step) {
+    CHECK_EQ(LookUpOne(table, Range(1000 * step, 1000 * step + 28)).result.refused, 0);
+  }
   CHECK_EQ(CountFound(*table, Range(0, 100)), 100);
   CHECK_EQ(table->size(), 128);
+  CHECK_EQ(table->stats().dropped_gradients, 0);
   std::vector<float> gradients(100, 1.0f);
   const GradientRequest request = RequestOf(*pinned.result.slots, gradients, Sgd(0.25));
   ApplyGradients({&request, 1});
@@ -161,6 +165,40 @@ TEST(Pinned rows survive eviction until their list is gone) {
   pinned.result.slots.reset();
   CHECK_EQ(LookUpOne(table, Range(9000, 9128)).result.refused, 0);
   CHECK_EQ(CountFound(*table, Range(0, 100)), 0);
+}
+
+TEST(Rows of another live batch go before a key is refused and their gradients are counted) {
+  for (int threads : {1, 2, 4}) {
+    SetNumThreads(threads);
+    const auto table = Table::Create(SmallTable(1));
+    const Forward first = LookUpOne(table, Range(0, 50));
+    const Forward second = LookUpOne(table, Range(40, 100));
+    const Forward third = LookUpOne(table, Range(1000, 1110));  // 28 rows are free, 82 have to go
+    CHECK_EQ(third.result.refused, 0);
+    CHECK_EQ(table->stats().refusals, 0);
+    CHECK_EQ(table->stats().dropped_gradients, 82);
+    CHECK_EQ(CountFound(*table, Range(1000, 1110)), 110);
+    CHECK_EQ(CountFound(*table, Range(0, 40)), 0);  // the oldest go first
+    CHECK_EQ(CountFound(*table, Range(40, 100)), 18);
+    // What is left of the old batches is updated, what has gone is not: its row has another key.
+    std::vector<float> gradients(60, 1.0f);
+    const GradientRequest of_first = RequestOf(*first.result.slots, gradients, Sgd(0.5));
+    const GradientRequest of_second = RequestOf(*second.result.slots, gradients, Sgd(0.5));
+    const size_t kept = ReduceGradients(of_second).keys.size();
+    CHECK_EQ(kept, size_t{18});
+    ApplyGradients({&of_first, 1});
+    ApplyGradients({&of_second, 1});
+    std::set<int64_t> twice;  // keys of both batches
+    for (const int64_t key : ReduceGradients(of_first).keys) twice.insert(key);
+    for (const auto& [key, row] : AllRows(*table)) {
+      const float moved = key >= 1000 ? 0.0f : twice.count(key) ? 1.0f : 0.5f;
+      CHECK_EQ(row.value[0], DebugValue(key) - moved);
+    }
+    // Only keys of the batch itself cause a refusal.
+    CHECK_EQ(LookUpOne(table, Range(5000, 5130)).result.refused, 2);
+    CHECK_EQ(LookUpOne(table, Range(6000, 6128)).result.refused, 0);
+  }
+  SetNumThreads(2);
 }
 
 TEST(Pinned rows are followed when the table grows) {

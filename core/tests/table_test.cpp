@@ -80,8 +80,8 @@ TEST(Of duplicates the last assignment counts) {
 }
 
 TEST(One bucket of 128 refuses exactly 72 of 200 new keys) {
-  for (ScoreStrategy strategy : {ScoreStrategy::kTimestamp, ScoreStrategy::kStep,
-                                 ScoreStrategy::kLfu, ScoreStrategy::kNoEviction}) {
+  for (ScoreStrategy strategy :
+       {ScoreStrategy::kTimestamp, ScoreStrategy::kStep, ScoreStrategy::kLfu}) {
     TableOptions options = SmallTable();
     options.score_strategy = strategy;
     const auto table = Table::Create(options);
@@ -196,17 +196,21 @@ TEST(Rows whose score is below the threshold are not exported) {
   CHECK_EQ(AllRows(*table, 6).size(), size_t{0});
 }
 
-TEST(An export notices that the table was grown or cleared) {
-  const auto table = Table::Create(SmallTable(1, 4096));
-  LookUpOne(table, Range(0, 100));
+TEST(An export goes on while the table grows and notices that it was cleared) {
+  const auto table = Table::Create(SmallTable(1, 1 << 16));
+  LookUpOne(table, Range(0, 1000));
   Table::Cursor cursor;
-  CHECK_EQ(table->Export(cursor, 10, 0, true, true).keys.size(), size_t{10});
-  table->Reserve(4000);
-  CHECK_THROWS(InvalidState, "grown or cleared", table->Export(cursor, 10, 0, true, true));
+  std::set<int64_t> met;
+  for (int64_t step = 1; cursor.next >= 0; ++step) {
+    for (int64_t key : table->Export(cursor, 37, 0, true, true).keys) CHECK(met.insert(key).second);
+    LookUpOne(table, Range(10000 * step, 10000 * step + 20));
+  }
+  CHECK(table->size() > 1500);
+  for (int64_t key = 0; key < 1000; ++key) CHECK(met.count(key));
   Table::Cursor second;
-  table->Export(second, 10, 0, true, true);
+  CHECK_EQ(table->Export(second, 10, 0, true, true).keys.size(), size_t{10});
   table->Clear();
-  CHECK_THROWS(InvalidState, "grown or cleared", table->Export(second, 10, 0, true, true));
+  CHECK_THROWS(InvalidState, "cleared", table->Export(second, 10, 0, true, true));
   CHECK(AllRows(*table).empty());
   CHECK_EQ(table->size(), 0);
 }
@@ -282,15 +286,74 @@ TEST(Timestamps rise, and the score that is shown is above all stored and not ab
   CHECK(AllRows(*table).at(1).score > scores[0]);
 }
 
-TEST(A table that must not evict grows, then refuses) {
+TEST(A table that must not evict grows beyond max_capacity and refuses nothing) {
   TableOptions options = SmallTable(1, 1024);
   options.score_strategy = ScoreStrategy::kNoEviction;
   const auto table = Table::Create(options);
-  for (int64_t key = 0; key < 3000; key += 100) LookUpOne(table, Range(key, key + 100));
-  CHECK_EQ(table->stats().evictions, 0);
-  CHECK_EQ(table->stats().size + table->stats().refusals, 3000);
-  CHECK_EQ(table->capacity(), 1024);
-  CHECK(table->size() > 900);
+  const Forward kept = LookUpOne(table, Range(0, 100));
+  for (int64_t key = 100; key < 5000; key += 700) LookUpOne(table, Range(key, key + 700));
+  CHECK_EQ(table->stats().evictions + table->stats().refusals, 0);
+  CHECK_EQ(table->size(), 5000);
+  CHECK(table->capacity() >= 5000);
+  CHECK(table->stats().max_capacity >= 5000);
+  for (const auto& [key, row] : AllRows(*table)) CHECK_EQ(row.value[0], DebugValue(key));
+}
+
+TEST(The first eviction comes when there are as many keys as max_capacity) {
+  for (int64_t bucket : {64, 128}) {
+    for (int64_t capacity : {int64_t{1024}, int64_t{1000}, 3 * bucket + 1, int64_t{50000}}) {
+      for (bool at_once : {false, true}) {
+        TableOptions options = SmallTable(1, capacity);
+        options.index.bucket_capacity = bucket;
+        options.index.init_capacity = at_once ? capacity : 1;
+        options.index.max_load_factor = 0.93;
+        const auto table = Table::Create(options);
+        for (int64_t key = 0; key < capacity; key += 97) {
+          LookUpOne(table, Range(key, std::min(key + 97, capacity)));
+        }
+        CHECK_EQ(table->size(), capacity);
+        CHECK_EQ(table->stats().evictions + table->stats().refusals, 0);
+        CHECK_EQ(table->capacity(), capacity);
+        LookUpOne(table, Range(-13, 0));
+        CHECK_EQ(table->size(), capacity);
+        CHECK_EQ(table->stats().evictions, 13);
+        CHECK_EQ(table->stats().refusals, 0);
+      }
+    }
+  }
+}
+
+TEST(A table under eviction holds max_capacity rows and forgets no new key) {
+  for (int threads : {1, 4}) {
+    SetNumThreads(threads);
+    const auto table = Table::Create(SmallTable(1, 4096));
+    for (int64_t step = 0; step < 60; ++step) {
+      const std::vector<int64_t> keys = Range(1000 * step, 1000 * step + 1000);
+      CHECK_EQ(LookUpOne(table, keys).result.refused, 0);
+      CHECK_EQ(CountFound(*table, keys), 1000);
+      CHECK(table->size() <= 4096);
+    }
+    CHECK_EQ(table->size(), 4096);
+    const auto rows = AllRows(*table);
+    CHECK_EQ(rows.size(), size_t{4096});
+    for (const auto& [key, row] : rows) CHECK_EQ(row.value[0], DebugValue(key));
+    // Old keys go, up to a sampling error: a bucket gives up its own oldest.
+    CHECK_EQ(CountFound(*table, Range(0, 50000)), 0);
+  }
+  SetNumThreads(2);
+}
+
+TEST(The count of a frequent key stays at the largest number) {
+  TableOptions options = SmallTable(1);
+  options.score_strategy = ScoreStrategy::kLfu;
+  const auto table = Table::Create(options);
+  const std::vector<int64_t> keys = {7};
+  const std::vector<uint64_t> scores = {UINT64_MAX - 1};
+  const float value = 1.0f;
+  table->Assign(keys, &value, nullptr, scores.data());
+  for (int i = 0; i < 3; ++i) LookUpOne(table, {7, 7, 8});
+  CHECK_EQ(AllRows(*table).at(7).score, UINT64_MAX);
+  CHECK_EQ(table->size(), 2);
 }
 
 TEST(A closed table refuses all but its statistics) {
@@ -349,7 +412,7 @@ TEST(Bad arguments are named and change nothing) {
 }
 
 TEST(Memory that cannot be had leaves the table as it was) {
-  TableOptions options = SmallTable(65536, 1'900'000'000);
+  TableOptions options = SmallTable(65536, 1'600'000'000);
   options.optimizer.kind = OptimizerKind::kAdam;
   const auto table = Table::Create(options);
   LookUpOne(table, {1, 2, 3});

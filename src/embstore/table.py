@@ -46,7 +46,8 @@ class Stats:
     """Counters of a table since it was made, and its sizes now.
 
     inserts counts the rows that took a slot, fetches those of them that came from the store below, and
-    write_backs the rows that went down to it.
+    write_backs the rows that went down to it. dropped_gradients counts rows that were evicted although a
+    live batch had them, because no other row could go: the gradients of that batch skip them.
     """
 
     size: int
@@ -61,6 +62,7 @@ class Stats:
     bytes: int
     fetches: int
     write_backs: int
+    dropped_gradients: int
 
 
 class RefusedKeysError(RuntimeError):
@@ -482,21 +484,21 @@ class Table:
         replace(self.options, seed=seed)  # raises when it is no seed, before anything changes
         len(self)  # raises when closed
         max_capacity = self.stats().max_capacity
-        if self.store is None and keys.n > max_capacity:
+        bounded = self.store is None and self.options.score_strategy != ScoreStrategy.NO_EVICTION
+        if bounded and keys.n > max_capacity:
             raise ValueError(
                 f"state should hold at most max_capacity ({max_capacity}) rows but holds: {keys.n}"
             )
         if not np.all(scores):
             raise ValueError("scores should be at least 1 but the smallest is: 0")
         self.clear()
-        refused = 0
         if keys.n:
             self.reserve(min(keys.n, max_capacity))
         # A batch is pinned as a whole, so over a store it has to be small beside the cache.
         rows = keys.n if self.store is None else max(1, max_capacity // 4)
         for at in range(0, keys.n, max(rows, 1)):
             n = min(rows, keys.n - at)
-            refused += self._core.assign(
+            self._core.assign(
                 keys.address + 8 * at,
                 n,
                 address(values[at : at + n]),
@@ -510,11 +512,6 @@ class Table:
             self._restore_admission(np.asarray(state["admission_counters"]).view(np.uint16))
         if state.get("score"):
             self.score = int(state["score"])
-        if refused:  # whatever check_mode says: these rows would be lost
-            raise RefusedKeysError(
-                f"table {self.name!r} has no room for {refused} of the {keys.n} rows of the state: "
-                f"their buckets are full; a larger max_capacity (now {max_capacity}) helps"
-            )
 
     def _restore_admission(self, counters: npt.NDArray[np.uint16]) -> None:
         if not self.restore_admission_counters(counters):

@@ -9,7 +9,7 @@ from native_tables import as_dict, small_table
 
 import embstore
 
-HUGE = 1_900_000_000
+HUGE = 1_600_000_000
 
 
 @pytest.mark.parametrize("bucket_capacity", [16, 128])

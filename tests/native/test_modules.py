@@ -74,9 +74,28 @@ def test_rows_of_an_outstanding_forward_are_not_evicted():
     out = emb(torch.arange(0, 100))
     for i in range(1, 10):
         with torch.no_grad():
-            emb(torch.arange(1000 * i, 1000 * i + 128))
+            emb(torch.arange(1000 * i, 1000 * i + 28))
     out.sum().backward()
     assert all(rows(emb.table)[k] == k - 1 for k in range(100))
+
+
+def test_outputs_that_are_kept_never_cause_a_refusal():
+    emb = embstore.Embedding(table=sgd_table(check_mode="error"))
+    kept = [emb(torch.arange(100 * i, 100 * i + 100)) for i in range(10)]  # for a metric, say
+    assert emb.table.stats().refusals == 0 and emb.table.stats().dropped_gradients == 9 * 100 - 28
+    kept[0].sum().backward()  # its rows have gone: nothing is updated
+    kept[-1].sum().backward()
+    assert all(rows(emb.table)[k] == k - 1 for k in range(900, 1000))
+
+
+def test_after_a_refusal_the_next_batch_is_not_refused():
+    emb = embstore.Embedding(table=sgd_table(check_mode="error"))
+    with pytest.raises(RuntimeError, match="refused 72 distinct keys of a batch of 200: .* same batch"):
+        emb(torch.arange(200))
+    caught = emb(torch.arange(1000, 1128)).sum()
+    assert emb.table.stats().refusals == 72
+    caught.backward()
+    assert all(rows(emb.table)[k] == k - 1 for k in range(1000, 1128))
 
 
 def test_a_backward_follows_growth_and_passes_erased_rows_by():
@@ -144,7 +163,7 @@ def test_pending_gradients_are_dropped_by_zero_grad_and_keep_their_rows():
     emb = embstore.Embedding(table=sgd_table(), update_in_backward=False)
     emb(torch.arange(100)).sum().backward()
     with torch.no_grad():
-        emb(torch.arange(1000, 1128))
+        emb(torch.arange(1000, 1028))
     emb.step()
     assert all(rows(emb.table)[k] == k - 1 for k in range(100))
     emb(torch.arange(100)).sum().backward()

@@ -207,13 +207,18 @@ def test_an_export_is_the_state_at_the_call_though_the_table_grows_and_is_cleare
     assert sum(len(block) for block in selected) == 0
 
 
-def test_rows_in_memory_alone_are_not_read_while_the_table_grows():
+def test_rows_in_memory_are_walked_while_the_table_grows_but_not_once_it_is_cleared():
     table = small_table(1, max_capacity=4096)
     table.find_or_insert(np.arange(100))
     blocks = table.resident(block_rows=10)
-    assert len(next(blocks)) == 10
+    keys = next(blocks).keys.tolist()
     table.reserve(4000)
-    with pytest.raises(RuntimeError, match="grown or cleared"):
+    keys += [key for rows in blocks for key in rows.keys.tolist()]
+    assert sorted(keys) == list(range(100))
+    blocks = table.resident(block_rows=10)
+    next(blocks)
+    table.clear()
+    with pytest.raises(RuntimeError, match="cleared during an export"):
         next(blocks)
 
 
@@ -308,12 +313,26 @@ def test_a_state_that_does_not_fit_is_refused_before_the_table_changes():
         assert everything(table) == before
 
 
-def test_rows_of_a_state_are_never_dropped_quietly():
+def test_a_state_of_as_many_rows_as_a_table_holds_is_loaded_and_one_more_is_refused():
     crowded = small_table(1, max_capacity=4096)
-    crowded.find_or_insert(np.arange(1000))
-    narrow = small_table(1, init_capacity=1024, max_capacity=1024, check_mode="ignore")
-    with pytest.raises(embstore.RefusedKeysError, match="no room for"):
+    crowded.find_or_insert(np.arange(1001))
+    narrow = small_table(1, max_capacity=1000)
+    with pytest.raises(ValueError, match=r"at most max_capacity \(1000\) rows but holds: 1001"):
         narrow.load_state(crowded.state())
+    crowded.erase([500])
+    narrow.load_state(crowded.state())
+    assert as_dict(narrow) == as_dict(crowded)
+
+
+def test_a_table_of_1024_rows_keeps_all_943_users():
+    table = small_table(1, max_capacity=1024, init_capacity=1024)
+    for part in np.array_split(np.arange(1, 944), 13):
+        table.find_or_insert(part)
+    assert len(table) == 943 and table.stats().evictions == 0
+    full = small_table(1, max_capacity=943)
+    for part in np.array_split(np.arange(1, 944), 13):
+        full.find_or_insert(part)
+    assert len(full) == 943 and full.stats().evictions == 0
 
 
 def test_statistics_add_up():

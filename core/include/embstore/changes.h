@@ -15,18 +15,12 @@ namespace embstore {
 
 class ChangeSet {
  public:
-  explicit ChangeSet(int64_t capacity) : marks_(static_cast<size_t>(capacity)) {}
+  explicit ChangeSet(int64_t rows) : marks_(static_cast<size_t>(rows)) {}
 
-  void Mark(Slot slot) { Store(slot, 1); }
-  bool IsMarked(Slot slot) const {
-    return reinterpret_cast<const uint8_t*>(marks_.data())[slot] != 0;
-  }
-  void Unmark(Slot slot) { Store(slot, 0); }
-  void Grow(int64_t capacity) { marks_.Grow(static_cast<size_t>(capacity)); }
-  void Move(Slot from, Slot to) {
-    Store(to, IsMarked(from));
-    Store(from, 0);
-  }
+  void Mark(Row row) { Store(row, 1); }
+  bool IsMarked(Row row) const { return reinterpret_cast<const uint8_t*>(marks_.data())[row] != 0; }
+  void Unmark(Row row) { Store(row, 0); }
+  void Grow(int64_t rows) { marks_.Grow(static_cast<size_t>(rows)); }
   void UnmarkAll() { marks_.Clear(); }
 
   // Keys that were evicted or erased; some may have come back since. Kept distinct from time to
@@ -35,13 +29,13 @@ class ChangeSet {
   std::vector<int64_t>& removed() { return removed_; }
 
  private:
-  void Store(Slot slot, uint8_t value) {
+  void Store(Row row, uint8_t value) {
     // Several threads may mark the same row, always with the same value.
-    std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[slot])
+    std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[row])
         .store(value, std::memory_order_relaxed);
   }
 
-  HugeBuffer marks_;  // one byte a slot
+  HugeBuffer marks_;  // one byte a row
   std::vector<int64_t> removed_;
   size_t compact_at_ = 1 << 16;
 };

@@ -1,4 +1,7 @@
 // Hashing of keys, and the one function that says which rank owns a key.
+//
+// HashKey is public and the same everywhere: it decides ownership and ties. KeyedHash decides where
+// a key lies in memory.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +20,26 @@ inline uint64_t HashKey(int64_t key) {
   h ^= h >> 33;
   return h;
 }
+
+// Constants of a keyed hash; the factors are odd.
+struct HashSecret {
+  uint64_t mask = 0, first = 1, second = 1;
+};
+HashSecret SecretOf(uint64_t seed);
+
+// A bijection that nobody can aim at who does not know the seed: where keys are placed.
+inline uint64_t KeyedHash(int64_t key, const HashSecret& secret) {
+  uint64_t h = static_cast<uint64_t>(key) ^ secret.mask;
+  h ^= h >> 32;
+  h *= secret.first;
+  h ^= h >> 29;
+  h *= secret.second;
+  h ^= h >> 32;
+  return h;
+}
+
+// A seed that differs from process to process: for places that nobody outside ever sees.
+uint64_t ProcessSeed();
 
 enum class Ownership : uint8_t {
   kRoundRobin = 0,      // uint64(key) % world

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "embstore/hash.h"
 #include "embstore/optimizer.h"
 #include "embstore/types.h"
 
@@ -44,44 +45,54 @@ struct Occurrence {
   uint32_t index;
 };
 
-// A cache line of the index: slots 3 g, 3 g + 1 and 3 g + 2.
+// A cache line of the index: slots 3 g, 3 g + 1 and 3 g + 2. See key_index.h.
 struct alignas(64) IndexGroup {
   static constexpr int64_t kSlots = 3;
-  int64_t keys[kSlots];
+  static constexpr uint32_t kBlocks = 24, kElsewhere = 1u << kBlocks;
+  int64_t keys[kSlots];     // 0 where the slot is free
   uint64_t scores[kSlots];  // 0: the slot is free
   Row rows[kSlots];
-  uint32_t away;  // keys of the bucket whose home this is, and that lie in another group
+  // Of the keys that are looked for here first and are not here: bit i is set when one lies in
+  // block i of the bucket, the upper byte counts those outside of the bucket (255: or more).
+  uint32_t away;
 };
 static_assert(sizeof(IndexGroup) == 64);
 
+// Stripes of the index that are alike: there are 2^stripe_bits of them, chosen by the first bits of
+// the hash.
+struct IndexLayout {
+  uint64_t buckets = 1;  // of all stripes
+  uint32_t stripe_buckets = 1, stripe_bits = 0;
+};
+
+// A key that found no place in its stripe.
+struct OverflowEntry {
+  int64_t key;
+  uint64_t score;  // 0: free
+  Row row;
+};
+
+// Slots from here on are numbers of overflow entries.
+inline constexpr Slot kFirstOverflowSlot = 0x7f000000;
+
 // The tables of KeyIndex as the probe needs them (see key_index.h).
 struct IndexView {
-  const uint8_t* digests = nullptr;  // buckets x digest_lines x 64
   IndexGroup* groups = nullptr;
-  uint64_t base_buckets = 1;  // B0
-  uint64_t split_mask = 0;    // 2^k - 1
-  uint32_t bucket_capacity = 0;
-  uint32_t digest_lines = 0, bucket_groups = 0;  // of a bucket
-  bool mostly_home = true;  // most keys lie in their home group: look there before the digests
+  HashSecret secret;
+  uint64_t grown_from = 0;  // the first hash of the stripes that have grown
+  IndexLayout before, grown;
+  uint32_t bucket_groups = 1, block_bits = 0;  // of a bucket, and of a block of 2^block_bits groups
+  OverflowEntry* overflow = nullptr;           // a power of two of places, or none
+  uint64_t overflow_mask = 0;
+  HashSecret overflow_secret;
 
-  int64_t key(Slot slot) const {
-    return groups[slot / IndexGroup::kSlots].keys[slot % IndexGroup::kSlots];
-  }
   uint64_t& score(Slot slot) const {
+    if (slot >= kFirstOverflowSlot) return overflow[slot - kFirstOverflowSlot].score;
     return groups[slot / IndexGroup::kSlots].scores[slot % IndexGroup::kSlots];
   }
 };
 
 inline constexpr int64_t kLine = 64;  // bytes of a cache line
-
-// Where a key is looked for.
-struct Home {
-  int64_t bucket;
-  uint32_t group;  // in the bucket
-  uint8_t digest;
-  uint32_t position() const { return group * static_cast<uint32_t>(IndexGroup::kSlots); }
-  uint32_t line() const { return position() / kLine; }  // of digests
-};
 
 // What a hit does to the score of its key.
 enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2 };
@@ -93,14 +104,18 @@ inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score) {
   if (update == ScoreUpdate::kSet && stored.load(std::memory_order_relaxed) != score) {
     stored.store(score, std::memory_order_relaxed);
   }
-  if (update == ScoreUpdate::kCount) stored.fetch_add(1, std::memory_order_relaxed);
+  if (update != ScoreUpdate::kCount) return;
+  // The largest count stays: one more would be 0, which says that the slot is free.
+  if (stored.fetch_add(1, std::memory_order_relaxed) == UINT64_MAX) [[unlikely]] {
+    stored.store(UINT64_MAX, std::memory_order_relaxed);
+  }
 }
 
 struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"
 
   // slots[i] and rows[i] = slot and row of keys[i], or kNoSlot and kMissingRow. Renews the scores
-  // of those that are there.
+  // of those that are there. slots may be null.
   void (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
                ScoreUpdate update, uint64_t score);
 

@@ -1,30 +1,42 @@
 // KeyIndex maps keys to slots, and keeps a score and the number of a row for each.
 //
-// A bucket is `bucket_capacity` slots. Its one-byte digests fill whole cache lines that are
-// compared with SIMD. Keys, scores and row numbers of three slots share a cache line, a group: a
-// key goes to its home group while that has room, so most hits touch one line only. A group counts
-// those keys that had to go elsewhere, so most misses touch one line as well. The digests are for
-// the others.
+// Three slots share a cache line, a group. A bucket is a run of groups with room for
+// `bucket_capacity` keys and an eighth more; a stripe is a run of 1 to 31 buckets. All are in the
+// order of the hash, which is keyed by a seed:
 //
-//     hash(key) = [ 63..32: base bucket | 31..24: digest | 23..0: which split of the base bucket ]
-//                   [ 39..32 and 23..20: home group in the bucket ]
+//     hash(key)   0 ------------------------- read as a fraction -------------------------> 2^64
+//     stripes     |        0        |        1        |        2        |        3        |
+//     buckets     |  |  |  |  |  |  |  ...
 //
-//     buckets = B0 * 2^k      growing doubles k: a key of bucket b stays or goes to b + B0 * 2^k,
-//                             at the same position in the bucket
+// A key lies in its home group; where that is full, in another group of its home bucket; where the
+// bucket is full, in a second bucket of the same stripe; and else in the overflow area, an open
+// addressing table with a hash of its own. So an insertion never fails, whatever the keys are. A
+// group knows in which blocks of the bucket its other keys lie (IndexGroup::away), so a hit at home
+// and most misses cost one line, other hits one or two more.
 //
-// Thread safety: const methods may run together; any other method needs exclusive access.
+// The index grows by making 18 buckets of 16 in one stripe after the other, from the last to the
+// first; then 20 of 18, 22, 25, 28, and from 32 on each stripe counts as two. Keys stay in their
+// stripe and nothing is copied but the stripe at hand, so every batch pays for its own keys, and
+// the load stays the same.
+//
+//     before       | 0 | 1 | 2 | 3 |                stripes of 16 buckets
+//     half grown   | 0 | 1 |    |  2  |  3  |       2 and 3 have 18, the gap is free
+//     grown        |  0  |  1  |  2  |  3  |
+//
+// Thread safety: const methods may run together. Insert, Erase and set_* of keys of different
+// stripes may run together. Any other method needs exclusive access.
 // Does not own rows: it only keeps the numbers that the caller gives.
 //
 // Invariants
-//  1. A key lives in exactly one bucket, chosen by its hash.
-//  2. digest == 0  <=>  score == 0  <=>  the slot is free.
-//  3. Slot s is s % 3 of group s / 3. A bucket is whole groups, so up to two slots at its end are
-//     never used.
+//  1. A key lies in its home bucket, in its second bucket or in the overflow area.
+//  2. score == 0  <=>  the slot is free, and then its key is 0.
+//  3. The layout depends on the number of keys alone, never on which keys they are.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "embstore/hash.h"
@@ -38,7 +50,8 @@ struct KeyIndexOptions {
   int64_t init_capacity = 1 << 14;
   int64_t max_capacity = 1 << 30;
   int64_t bucket_capacity = 128;  // a multiple of 16
-  double max_load_factor = 0.75;  // grows beyond it while capacity < max_capacity
+  double max_load_factor = 0.93;  // grows beyond it while there are fewer keys than max_capacity
+  uint64_t seed = 0;              // of the hash
 };
 
 struct IndexEntry {
@@ -49,100 +62,148 @@ struct IndexEntry {
 
 class KeyIndex {
  public:
-  // Throws InvalidArgument naming the field. max_capacity is rounded up to whole buckets (and by at
-  // most a sixteenth to something that doubling can reach); the first capacity is near
-  // init_capacity.
+  // As many keys as slots can name.
+  static constexpr int64_t kMaxCapacity = 1'600'000'000;
+
+  // Throws InvalidArgument naming the field, or OutOfMemory.
   explicit KeyIndex(const KeyIndexOptions& options);
 
   int64_t size() const { return size_; }
-  int64_t capacity() const { return capacity_; }
-  int64_t slots() const { return buckets() * bucket_groups_ * IndexGroup::kSlots; }  // numbers
+  int64_t capacity() const;  // keys that fit without growing; at load factor 1
   int64_t max_capacity() const { return max_capacity_; }
-  int64_t bucket_capacity() const { return bucket_capacity_; }
-  double max_load_factor() const { return max_load_factor_; }
-  bool CanGrow() const { return capacity_ < max_capacity_; }
-  size_t bytes() const { return digests_.size() + groups_.size(); }
-  // What the next Grow() adds.
-  size_t bytes_to_grow() const { return bytes(); }
+  size_t bytes() const { return groups_.size() + overflow_.size() * sizeof(OverflowEntry); }
+  int64_t overflow_size() const { return overflow_used_; }
 
   IndexView view() const;
-  int64_t BucketOf(int64_t key) const;
+  uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
+  // Keys of different stripes may be inserted by different threads.
+  int64_t StripeOf(uint64_t hash) const;
 
-  bool IsUsed(Slot slot) const { return score(slot) != 0; }
-  int64_t key(Slot slot) const { return group(slot).keys[slot % IndexGroup::kSlots]; }
-  uint64_t score(Slot slot) const { return group(slot).scores[slot % IndexGroup::kSlots]; }
-  Row row(Slot slot) const { return group(slot).rows[slot % IndexGroup::kSlots]; }
-  IndexEntry entry(Slot slot) const { return {key(slot), score(slot), row(slot)}; }
-  void set_score(Slot slot, uint64_t score) {
-    group(slot).scores[slot % IndexGroup::kSlots] = score;
+  int64_t key(Slot slot) const { return entry(slot).key; }
+  uint64_t score(Slot slot) const { return entry(slot).score; }
+  Row row(Slot slot) const { return entry(slot).row; }
+  IndexEntry entry(Slot slot) const {
+    if (slot >= kFirstOverflowSlot) {
+      const OverflowEntry& e = overflow_[static_cast<size_t>(slot - kFirstOverflowSlot)];
+      return {e.key, e.score, e.row};
+    }
+    const IndexGroup& g = groups()[slot / IndexGroup::kSlots];
+    const int64_t at = slot % IndexGroup::kSlots;
+    return {g.keys[at], g.scores[at], g.rows[at]};
   }
-  void set_row(Slot slot, Row row) { group(slot).rows[slot % IndexGroup::kSlots] = row; }
+  void set_score(Slot slot, uint64_t score) { view().score(slot) = score; }
 
-  void PrefetchSlot(Slot slot) const { __builtin_prefetch(&group(slot), 1); }
+  // The slot of the key or kNoSlot. A slot is valid until the index changes.
+  Slot Find(int64_t key) const { return Find(key, Hash(key)); }
+  Slot Find(int64_t key, uint64_t hash) const;
+
+  // Fetches what Find and Insert will read first, and with `whole` what Victim will read.
+  void Prefetch(uint64_t hash, bool whole) const;
+
+  void PrefetchSlot(Slot slot) const {
+    if (slot < kFirstOverflowSlot) __builtin_prefetch(groups() + slot / IndexGroup::kSlots, 1);
+  }
+
+  // Makes room for so many keys in all. Throws OutOfMemory; the index then holds what it held.
+  void Reserve(int64_t keys);
+
+  // Inserts a key that is not there. Insert says false when its stripe has no place for it: call
+  // InsertAside then, which no other thread may do meanwhile. Neither counts: call AddSize.
+  // InsertAside throws std::bad_alloc and changes nothing.
+  bool Insert(const IndexEntry& entry, uint64_t hash);
+  void InsertAside(const IndexEntry& entry, uint64_t hash);
+  // Both, for one thread.
+  void InsertNew(const IndexEntry& entry) {
+    const uint64_t hash = Hash(entry.key);
+    if (!Insert(entry, hash)) InsertAside(entry, hash);
+    ++size_;
+  }
+
+  // The slot of the stripe to give up for a key with this hash: of the home bucket, or else of the
+  // second one, or else of a few others, that with the smallest score that `is_protected(row)` lets
+  // go. Of equal scores the smallest HashKey goes, so the choice does not depend on the order of
+  // arrival. kNoSlot when all are protected.
+  template <typename IsProtected>
+  Slot Victim(uint64_t hash, const IsProtected& is_protected) const;
+
+  void Erase(Slot slot);  // does not count; other slots of the overflow area may change
+  // Takes an Erase back; all that was inserted since has been erased.
+  void PutBack(Slot slot, const IndexEntry& entry);
+  void AddSize(int64_t delta) { size_ += delta; }
+
+  void Clear();
 
   // Calls visit(slot, entry) for the slots of [begin, end) whose score is wanted(score), ascending.
+  // Slots of stripes are below slots().
+  int64_t slots() const {
+    return static_cast<int64_t>(grown_.buckets) * bucket_groups_ * IndexGroup::kSlots;
+  }
   template <typename Wanted, typename Visit>
   void VisitScores(Slot begin, Slot end, const Wanted& wanted, const Visit& visit) const;
-  // The same for all used slots.
   template <typename Visit>
   void VisitUsed(Slot begin, Slot end, const Visit& visit) const {
     VisitScores(begin, end, [](uint64_t score) { return score != 0; }, visit);
   }
+  template <typename Visit>
+  void VisitOverflow(const Visit& visit) const;
+  template <typename Visit>
+  void VisitAll(const Visit& visit) const {
+    VisitUsed(0, static_cast<Slot>(slots()), visit);
+    VisitOverflow(visit);
+  }
 
-  // The slot of the key or kNoSlot.
-  Slot Find(int64_t key) const;
-
-  // Fetches what Find and FindOrInsert will read of the key's bucket, and with `whole` what Victim
-  // will read.
-  void Prefetch(int64_t key, bool whole) const;
-
-  // The slot of the key, or else the free slot of its bucket that is nearest to its home group,
-  // which the key then takes; give it a row with set_row. kNoSlot when the bucket is full. Does not
-  // count: call AddSize afterwards, so that threads may insert into different buckets together.
-  struct Insertion {
-    Slot slot;
-    bool inserted;
+  // A walk over all keys in the order of their hash, in pieces. Whatever the index does in between,
+  // a key that stays is met exactly once.
+  struct Walk {
+    uint64_t next = 0;  // the first hash that was not met
+    bool ended = false;
   };
-  Insertion FindOrInsert(int64_t key, uint64_t score);
-
-  // The slot of the bucket with the smallest score that `is_protected` lets go (ties: the smallest
-  // hash, so the choice does not depend on the order of arrival), or kNoSlot.
-  template <typename IsProtected>
-  Slot Victim(int64_t bucket, const IsProtected& is_protected) const;
-
-  // Gives slot and row of a victim to another key of the same bucket.
-  void Replace(Slot slot, int64_t key, uint64_t score);
-
-  void Erase(Slot slot);  // does not count either
-  void AddSize(int64_t delta) { size_ += delta; }
-
-  // Doubles the capacity. Calls moved(from, to) for every slot that moves, from several threads;
-  // the caller has made room for the new slots. Throws OutOfMemory and changes nothing.
-  void Grow(const std::function<void(Slot from, Slot to)>& moved);
-
-  void Clear();
+  // Calls visit(entry) for at most `room` further keys that are wanted(entry), of one stripe at
+  // most.
+  template <typename Wanted, typename Visit>
+  void Advance(Walk& walk, int64_t room, const Wanted& wanted, const Visit& visit) const;
 
  private:
-  int64_t buckets() const { return capacity_ / bucket_capacity_; }
-  int64_t PositionOf(int64_t key, const Home& home) const;  // in its bucket, or -1
-  uint8_t* digests_of(int64_t bucket) const {
-    return reinterpret_cast<uint8_t*>(digests_.data()) + bucket * digest_lines_ * kLine;
+  int64_t buckets() const;  // that keys are spread over
+  int64_t BucketsFor(int64_t keys) const;
+  size_t BytesOf(const IndexLayout& layout) const {
+    return static_cast<size_t>(layout.buckets) * bucket_groups_ * sizeof(IndexGroup);
   }
-  IndexGroup* groups() { return reinterpret_cast<IndexGroup*>(groups_.data()); }
-  const IndexGroup* groups() const { return reinterpret_cast<const IndexGroup*>(groups_.data()); }
-  IndexGroup& group(Slot slot) { return groups()[slot / IndexGroup::kSlots]; }
-  const IndexGroup& group(Slot slot) const { return groups()[slot / IndexGroup::kSlots]; }
-  void Put(Slot slot, int64_t key, uint64_t score, Row row);
-  void CountAway(Slot slot, const Home& home, int32_t delta);
-  void PadDigests(int64_t first_bucket, int64_t last_bucket);
+  IndexGroup* groups() const { return reinterpret_cast<IndexGroup*>(groups_.data()); }
+  const IndexLayout& LayoutAt(uint64_t hash) const {
+    return hash >= grown_from_ ? grown_ : before_;
+  }
+  // The hashes of a stripe, the last one included, and its slots.
+  struct Stripe {
+    uint64_t first, last;
+    Slot begin, end;
+  };
+  Stripe StripeAt(uint64_t hash) const;
+  std::pair<int64_t, int64_t> BucketsOf(uint64_t hash) const;  // home and second
 
-  int64_t bucket_capacity_, digest_lines_, bucket_groups_, base_buckets_;
-  int64_t splits_ = 0;  // k
-  int64_t capacity_, max_capacity_;
+  Slot PutNear(IndexGroup* groups, int64_t bucket, uint32_t group, const IndexEntry& entry) const;
+  bool InsertInto(IndexGroup* groups, const IndexLayout& layout, const IndexEntry& entry,
+                  uint64_t hash) const;
+  void CountElsewhere(IndexGroup* groups, const IndexLayout& layout, uint64_t hash) const;
+  void GrowStripes(const IndexLayout& from, const IndexLayout& to, int64_t left, int64_t count);
+  void Rebuild(const IndexLayout& layout);
+  void ReserveFor(std::span<const std::vector<IndexEntry>> homeless);
+  void PutAllAside(std::span<const std::vector<IndexEntry>> homeless, IndexGroup* groups,
+                   const IndexLayout& layout);
+  void ReserveOverflow(int64_t entries);
+  void PutAside(const IndexEntry& entry);
+
+  int64_t bucket_capacity_, max_capacity_;
   double max_load_factor_;
-  int64_t size_ = 0, away_ = 0;  // keys, and those that are not in their home group
-  mutable HugeBuffer digests_;
-  HugeBuffer groups_;
+  uint32_t bucket_groups_, block_bits_ = 0;
+  HashSecret secret_, overflow_secret_;
+  // Stripes below `not_grown_` (of before_) have the layout before_, the rest grown_.
+  IndexLayout before_, grown_;
+  int64_t not_grown_ = 0;
+  uint64_t grown_from_ = 0;  // the hash where they meet
+  int64_t size_ = 0, overflow_used_ = 0;
+  mutable HugeBuffer groups_;
+  mutable std::vector<OverflowEntry> overflow_;  // a power of two, half full at most
 };
 
 template <typename Wanted, typename Visit>
@@ -160,21 +221,74 @@ void KeyIndex::VisitScores(Slot begin, Slot end, const Wanted& wanted, const Vis
   }
 }
 
+template <typename Visit>
+void KeyIndex::VisitOverflow(const Visit& visit) const {
+  for (size_t i = 0; i < overflow_.size(); ++i) {
+    const OverflowEntry& e = overflow_[i];
+    if (e.score) {
+      visit(static_cast<Slot>(kFirstOverflowSlot + static_cast<Slot>(i)),
+            IndexEntry{e.key, e.score, e.row});
+    }
+  }
+}
+
 template <typename IsProtected>
-Slot KeyIndex::Victim(int64_t bucket, const IsProtected& is_protected) const {
-  const int64_t bucket_slots = bucket_groups_ * IndexGroup::kSlots;
-  const auto first = static_cast<Slot>(bucket * bucket_slots);
+Slot KeyIndex::Victim(uint64_t hash, const IsProtected& is_protected) const {
+  constexpr int64_t kMostBuckets = 8;  // enough for tables of a few buckets to be exact
+  const auto bucket_slots = static_cast<Slot>(bucket_groups_ * IndexGroup::kSlots);
+  const Stripe stripe = StripeAt(hash);
+  const int64_t in_stripe = (stripe.end - stripe.begin) / bucket_slots;
+  const int64_t first = stripe.begin / bucket_slots;
+  const auto [home, second] = BucketsOf(hash);
   Slot best = kNoSlot;
   uint64_t best_score = UINT64_MAX, best_hash = UINT64_MAX;
-  VisitUsed(first, static_cast<Slot>(first + bucket_slots), [&](Slot slot, const IndexEntry& e) {
-    if (e.score > best_score || is_protected(slot)) return;
-    const uint64_t hash = HashKey(e.key);
-    if (best != kNoSlot && e.score == best_score && hash > best_hash) return;
-    best = slot;
-    best_score = e.score;
-    best_hash = hash;
-  });
+  const auto look = [&](int64_t bucket) {
+    const auto begin = static_cast<Slot>(bucket * bucket_slots);
+    VisitUsed(begin, begin + bucket_slots, [&](Slot slot, const IndexEntry& e) {
+      if (e.score > best_score || is_protected(e.row)) return;
+      const uint64_t tie = HashKey(e.key);
+      if (best != kNoSlot && e.score == best_score && tie > best_hash) return;
+      best = slot;
+      best_score = e.score;
+      best_hash = tie;
+    });
+    return best != kNoSlot;
+  };
+  if (look(home) || look(second)) return best;
+  for (int64_t step = 1; step < std::min(in_stripe, kMostBuckets); ++step) {
+    if (look(first + (home - first + step) % in_stripe)) break;
+  }
   return best;
+}
+
+template <typename Wanted, typename Visit>
+void KeyIndex::Advance(Walk& walk, int64_t room, const Wanted& wanted, const Visit& visit) const {
+  struct Met {
+    uint64_t hash;
+    IndexEntry entry;
+  };
+  std::vector<Met> met;
+  const auto collect = [&](Slot, const IndexEntry& entry) {
+    const uint64_t hash = Hash(entry.key);
+    if (hash >= walk.next && wanted(entry)) met.push_back({hash, entry});
+  };
+  if (walk.ended) return;
+  const Stripe stripe = StripeAt(walk.next);
+  VisitUsed(stripe.begin, stripe.end, collect);
+  VisitOverflow([&](Slot slot, const IndexEntry& entry) {
+    if (Hash(entry.key) <= stripe.last) collect(slot, entry);
+  });
+  const auto by_hash = [](const Met& a, const Met& b) { return a.hash < b.hash; };
+  if (std::ssize(met) > room) {
+    const auto rest = met.begin() + room;
+    std::nth_element(met.begin(), rest, met.end(), by_hash);
+    walk.next = rest->hash;
+    met.erase(rest, met.end());
+  } else {
+    walk.next = stripe.last + 1;
+    walk.ended = stripe.last == UINT64_MAX;
+  }
+  for (const Met& m : met) visit(m.entry);
 }
 
 }  // namespace embstore

@@ -19,7 +19,8 @@ class HugeBuffer {
   HugeBuffer& operator=(HugeBuffer&& other) noexcept;
 
   // Makes the buffer larger; the contents stay, new bytes are zero, the address may change.
-  // Pages are remapped, not copied. Throws OutOfMemory and leaves the buffer as it was.
+  // Pages are remapped, not copied, and seldom: a buffer that grows sets addresses aside for twice
+  // its size. Throws OutOfMemory and leaves the buffer as it was.
   void Grow(size_t bytes);
 
   // All bytes become zero and their pages go back to the system.
@@ -31,7 +32,7 @@ class HugeBuffer {
 
  private:
   std::byte* data_ = nullptr;
-  size_t size_ = 0;
+  size_t size_ = 0, reserved_ = 0;  // bytes in use, and addresses
 };
 
 // Throws OutOfMemory with `purpose` when the machine (or its cgroup) has not this much left.

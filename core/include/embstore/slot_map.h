@@ -40,6 +40,7 @@ namespace embstore {
 struct SlotMapOptions {
   int64_t slots = 0;            // at least 1, below 2^29
   int min_used_freq_power = 5;  // 0 .. 31
+  uint64_t seed = 0;            // of the hash; ranks that share a map share it
 };
 
 struct KeySlot {
@@ -86,7 +87,6 @@ class SlotMap {
   void Advance(int64_t time);
   void Free(Slot at);
   int64_t TakeLowestFree();
-  Slot InsertKey(int64_t key, uint64_t record);
   void NoteMissing(int64_t key, uint32_t position);
   void ResizeScratch(size_t occurrences);
   void VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinned_record_time);

@@ -4,7 +4,7 @@
 // Copy before write: a call that is about to change a row which nobody has read yet saves the row
 // first, once. So taking a snapshot costs no copy, and training pays for the rows it touches only.
 //
-//     slots   0 ........ next ............ capacity
+//     hashes  0 ........ next ............ 2^64
 //             read       not read yet: whoever changes a row saves it (key, score, vector, state)
 //
 // Rows that are only below are listed by key and then read in chunks, both without the table's
@@ -20,9 +20,11 @@
 // methods for Table by one thread that holds it alone.
 //
 // Invariants
-//  1. mark(slot) == kSettled  <=>  the row is saved, read, or younger than the snapshot.
+//  1. mark(row) == kSettled  <=>  the row is saved, read, or younger than the snapshot. A key keeps
+//     its row number, so marks stay where they are when the index moves its slot.
 //  2. Every row is given out once; all of them are rows() in number, whatever happens to the table.
-//  3. Growth moves keys to higher slots only, with their mark, so a reader never misses one.
+//  3. The walk goes in the order of the hash (KeyIndex::Walk), so growth does not make it miss a
+//     row.
 //  4. A key is marked in below_ if its row was saved from below, read, or has been in the table
 //     since the snapshot and left it.
 #pragma once
@@ -37,6 +39,7 @@
 #include <span>
 #include <string>
 
+#include "embstore/key_index.h"
 #include "embstore/memory.h"
 #include "embstore/types.h"
 
@@ -69,7 +72,8 @@ class Snapshot {
                uint64_t* scores);
 
   // ---- for Table, which calls the newest; each passes the call on to the one before it ----
-  void Preserve(Slot slot);
+  void Preserve(const IndexEntry& entry);  // as the index has it now
+  bool IsSettled(Row row) const;           // nobody would save it
   // keys[i] for i of `absent` are about to come up or to be erased; `below` has the rows of those
   // that are below, with scores.
   void PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
@@ -77,22 +81,21 @@ class Snapshot {
   void PreserveStore();  // everything below is about to go
   void Leave(int64_t key);
   void FailAll();  // with the current exception
-  void Prefetch(Slot slot) const {
-    if (slot >= 0) __builtin_prefetch(marks_.data() + slot, 1);
+  void Prefetch(Row row) const {
+    if (row >= 0) __builtin_prefetch(marks_.data() + row, 1);
   }
-  void Skip(Slot slot);
-  void Grow(int64_t capacity);
-  void Move(Slot from, Slot to);
+  void Skip(Row row);
+  void Grow(int64_t rows);
 
  private:
   enum : uint8_t { kUnread = 0, kSaving = 1, kSettled = 2 };
   struct Output;
   struct Rest;
 
-  std::atomic_ref<uint8_t> mark(Slot slot) {
-    return std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[slot]);
+  std::atomic_ref<uint8_t> mark(Row row) {
+    return std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[row]);
   }
-  void Save(Slot slot);
+  void Save(const IndexEntry& entry);
   void Fail();
   void List();
   void RethrowFailure();
@@ -104,8 +107,9 @@ class Snapshot {
   std::shared_ptr<Table> table_;
   Snapshot* older_ = nullptr;  // of the same table
   int64_t resident_rows_ = 0;
-  HugeBuffer marks_;  // one byte a slot
-  std::atomic<int64_t> next_{0};
+  HugeBuffer marks_;  // one byte a row
+  std::mutex walk_mutex_;
+  KeyIndex::Walk walk_;
   std::unique_ptr<SavedRows> saved_;
   std::mutex rest_mutex_;
   std::unique_ptr<Rest> rest_;  // a saved block that did not fit the last output

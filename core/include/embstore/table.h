@@ -10,9 +10,13 @@
 //
 // Invariants
 //  1. A row is initialised (or assigned) in the call that inserts its key.
-//  2. Slots held by a SlotList are never given to another key: eviction passes them by, growth
-//     moves them (but not their rows), erasing turns them into kNoSlot.
-//  3. A row in use belongs to exactly one used slot.
+//  2. Rows held by a SlotList are not given to another key while any other row can go. A row that
+//     is erased, or evicted all the same, becomes kMissingRow in the list, and its gradient is
+//     dropped. Rows of the running batch are never evicted: a key for which there is no other row
+//     is refused.
+//  3. A row in use belongs to exactly one used slot. What is known of a key beside its score
+//  (dirty,
+//     pinned, saved, changed) is kept by row number, so the index may move its slots freely.
 //  4. Over a store (store.h) the table is a write-back cache: a row that is new, or was updated or
 //     assigned since it came up, is dirty and goes down before its slot is reused; a clean one is
 //     dropped. A
@@ -69,9 +73,10 @@ int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimiz
 struct TableStats {
   int64_t size = 0, capacity = 0, max_capacity = 0;
   int64_t hits = 0, inserts = 0, evictions = 0, refusals = 0;
-  int64_t log_dropped = 0;               // evictions that the log had no room for
-  int64_t unadmitted = 0;                // occurrences that were answered without a row
-  int64_t bytes = 0;                     // of the index, and of the rows in use so far
+  int64_t dropped_gradients = 0;  // rows of live batches that were evicted before their update
+  int64_t log_dropped = 0;        // evictions that the log had no room for
+  int64_t unadmitted = 0;         // occurrences that were answered without a row
+  int64_t bytes = 0;              // of the index, and of the rows in use so far
   int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
 };
 
@@ -91,29 +96,20 @@ class FetchedRows;
 class Snapshot;
 class Table;
 
-// Where the keys of a batch are: slots[i] and rows[i], or kNoSlot and kMissingRow.
-struct Places {
-  Slot* slots;
-  Row* rows;
-  Places From(int64_t i) const { return {slots + i, rows + i}; }
-  void Forget(int64_t i) const {
-    slots[i] = kNoSlot;
-    rows[i] = kMissingRow;
-  }
-};
-
-// The places of a batch, kept for its backward pass. While it lives its rows are pinned.
+// The keys of a batch and their rows, kept for its backward pass. While it lives its rows are
+// pinned.
 class SlotList {
  public:
-  SlotList(std::shared_ptr<Table> table, int64_t n);
+  SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys);
   ~SlotList();
   SlotList(const SlotList&) = delete;
   SlotList& operator=(const SlotList&) = delete;
 
   Table& table() const { return *table_; }
-  Slot* slots() const { return buffer_.as<Slot>(); }
-  Row* rows() const { return slots() + n_; }
-  Places places() const { return {slots(), rows()}; }
+  const int64_t* keys() const { return buffer_.as<int64_t>(); }
+  Row* rows() const {
+    return reinterpret_cast<Row*>(buffer_.as<int64_t>() + n_);
+  }  // or kMissingRow
   int64_t size() const { return n_; }
 
  private:
@@ -171,9 +167,11 @@ class Table : public std::enable_shared_from_this<Table> {
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
   // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and
-  // is -1 after the last. Throws InvalidState when the table was grown or cleared in between.
+  // is -1 after the last. Growth in between does no harm. Throws InvalidState when the table was
+  // cleared in between, or moved rows to its store.
   struct Cursor {
-    int64_t next = 0;
+    int64_t next = 0;  // or -1
+    KeyIndex::Walk walk;
     uint64_t layout = 0;
     bool started = false;
   };
@@ -233,37 +231,38 @@ class Table : public std::enable_shared_from_this<Table> {
   BatchScore NextBatchScore();
   // Finds the keys on several threads and renews the scores of those that are there, having
   // announced them to whoever watches.
-  void FindAll(std::span<const int64_t> keys, Places places, BatchScore score);
+  void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
   // The same on this thread alone.
-  void FindHere(std::span<const int64_t> keys, Places places, BatchScore score);
+  void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
   void RequireScore() const;  // throws InvalidState when kCustomized has none
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
   // returned.
   std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing);
-  // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets its place.
-  // `places` belong to a SlotList of this table. Returns the number of distinct refused keys.
+  // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets rows[i].
+  // `rows` belong to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key of the call that has not
   // its row yet stays inserted, and no victim is lost.
   // initial (n, dim): what new rows begin with, or null for the initializer.
-  int64_t InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
+  int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                         uint64_t score, const float* initial = nullptr);
   // Rows of the missing keys that the store has (none without a store).
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
-  // Finds the keys and brings up what is only below. `places` as above.
-  void BringUp(std::span<const int64_t> keys, Places places);
-  void FindOne(int64_t key, Places place) const;
-  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Places places);
-  void Install(std::span<const int64_t> keys, Places places, std::vector<uint32_t> missing,
+  // Finds the keys and brings up what is only below. `rows` as above.
+  void BringUp(std::span<const int64_t> keys, Row* rows);
+  Row FindRow(int64_t key) const;  // or kMissingRow
+  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Row* rows);
+  void Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
                const FetchedRows& below);
-  // To be called for rows that were changed; threads may mark different slots together.
+  // To be called for rows that were changed; threads may mark different rows together.
   bool tracks_dirty() const { return options_.store != nullptr; }
-  void MarkDirty(Slot slot) { dirty_[static_cast<size_t>(slot)] = 1; }
+  void MarkDirty(Row row) { dirty_[static_cast<size_t>(row)] = 1; }
   // Someone wants to know of changes before they happen: a snapshot, or a set of changes.
   bool watched() const { return snapshot_ || changes_; }
   // REQUIRES watched(). Rows that have been announced may change until the lock is released.
-  void BeforeChange(std::span<const Slot> slots);  // kNoSlot is passed by
-  void BeforeChange(Slot slot);
+  void BeforeChange(const IndexEntry& entry);
+  void BeforeChange(int64_t key, Row row);  // the same for who knows no slot
+  void BeforeChange(std::span<const int64_t> keys, const Row* rows);  // skips kMissingRow
   // Without a score of its own for a new key: new rows of kLfu begin at one occurrence.
   bool counts_occurrences() const { return options_.score_strategy == ScoreStrategy::kLfu; }
 
@@ -272,24 +271,39 @@ class Table : public std::enable_shared_from_this<Table> {
   friend class SlotList;
   friend class ForkGuard;
   struct Evicted {
-    int64_t key;
-    uint64_t score;
-    Slot slot;
-    Row row;
+    int64_t key = 0;
+    uint64_t score = 0;
+    Slot slot = kNoSlot;
+    Row row = kMissingRow;
+    bool pinned = false;  // by another batch
   };
-  struct InsertPass;  // what one pass over missing keys yields
+  struct Newcomers;
 
   explicit Table(const TableOptions& options);
-  void Grow();
-  void GrowFor(const int64_t* keys, std::span<const uint32_t> missing);
-  void RequireRows(int64_t rows);  // in all; throws OutOfMemory
-  InsertPass Insert(const int64_t* keys, Places places, std::span<const uint32_t> missing,
-                    uint64_t score, bool evict);
-  int64_t InsertMissing(const int64_t* keys, Places places, std::span<const uint32_t> missing,
-                        uint64_t score, const FetchedRows& below, const float* initial);
-  void FillRow(Slot slot, Row row, int64_t key, const FetchedRows& below, const float* initial);
-  void Undo(const int64_t* keys, Places places, std::span<const uint32_t> missing,
-            std::span<const uint32_t> inserted, std::span<const Evicted> evicted);
+  // Room for so many rows in all: in the index, in memory and for marks. Throws OutOfMemory and
+  // changes no row.
+  void MakeRoom(int64_t rows);
+  Newcomers Distinct(const int64_t* keys, std::span<const uint32_t> missing, uint64_t score,
+                     const uint64_t* scores, const FetchedRows& below) const;
+  Slot Victim(uint64_t hash) const;
+  void Evict(Slot slot, int64_t newcomer, Newcomers& fresh);
+  void EvictAside(Newcomers& fresh);
+  void Place(const int64_t* keys, Newcomers& fresh);
+  void Undo(const int64_t* keys, Newcomers& fresh);
+  void Unpin(std::span<const Evicted> evicted, const Row* own);
+  void FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
+                const float* initial);
+  void InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
+                          const float* initial);
+  // scores: those of new rows, or null for `score`.
+  int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
+                        uint64_t score, const uint64_t* scores, const FetchedRows& below,
+                        const float* initial);
+  static constexpr int64_t kRowsPerFill = 512;
+  static int64_t FillTasks(int64_t rows) { return (rows + kRowsPerFill - 1) / kRowsPerFill; }
+  void FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
+               float* scratch);  // scratch holds a vector
+  bool evicts() const { return options_.score_strategy != ScoreStrategy::kNoEviction; }
   bool MayExceedBudget() const;
   void WriteBack(std::span<const Evicted> rows);
   void WriteBackDirty();
@@ -306,19 +320,17 @@ class Table : public std::enable_shared_from_this<Table> {
   void AfterReplacement(std::vector<int64_t> replaced);
   void AppendKeysBelow(std::vector<int64_t>& keys) const;
   Store& RequireStore() const;
-  void StampPinned();
+  void StampPinned(const Row* own);  // own: rows of the running batch
   void LogEvictions(std::span<Evicted> evicted);
-  void InitRow(Row row, int64_t key, const float* initial);
-  void AfterInsert(Slot slot);  // into a slot that was free
-  template <typename Wanted>
-  std::vector<Slot> Select(int64_t begin, int64_t end, const Wanted& wanted) const;
+  void InitRow(Row row, int64_t key, const float* initial, float* scratch);
+  void AfterInsert(Row row);  // a row that was free
   // values (n, dim) and states (n, state width) of these rows; each may be null.
   void CopyRows(const Row* numbers, int64_t n, float* values, float* states) const;
-  RowBlock Collect(std::span<const Slot> slots, bool with_values, bool with_states) const;
+  RowBlock Collect(std::span<const IndexEntry> entries, bool with_values, bool with_states) const;
   float* state_at(Row row) const { return reinterpret_cast<float*>(rows_.at(row) + state_offset_); }
   void FreeSlot(Slot slot);
-  bool IsStamped(Slot slot) const { return stamps_[static_cast<size_t>(slot)] == stamp_; }
-  void Stamp(Slot slot) { stamps_[static_cast<size_t>(slot)] = stamp_; }
+  bool IsStamped(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_; }
+  void Stamp(Row row) { stamps_[static_cast<size_t>(row)] = stamp_; }
   void NextStamp();
   void AfterForkInChild(bool whole);  // whole: the fork had waited for the lock
 
@@ -329,6 +341,8 @@ class Table : public std::enable_shared_from_this<Table> {
   bool lost_in_fork_ = false;
   std::optional<KeyIndex> index_;  // empty once closed
   RowHeap rows_;
+  int64_t row_limit_ = 0;     // rows at most
+  int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
@@ -341,10 +355,10 @@ class Table : public std::enable_shared_from_this<Table> {
   // be dropped by a thread that must not wait for the table.
   std::mutex lists_mutex_;
   std::vector<SlotList*> lists_;
-  // stamps_[slot] == stamp_ marks a slot as pinned for the running call.
+  // stamps_[row] == stamp_ marks a row of the running call, stamp_ - 1 one of another live batch.
   std::vector<uint8_t> stamps_;
   uint8_t stamp_ = 0;
-  std::vector<uint8_t> dirty_;  // one for each slot; empty without a store
+  std::vector<uint8_t> dirty_;  // one for each row number; empty without a store
   // While a Prefetch reads the store: the keys whose rows below changed since it began, and a
   // number that changes when all of them did.
   int64_t prefetches_ = 0;

@@ -1,0 +1,113 @@
+// What a table is after an allocation failed in the middle of a batch: as it was before.
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "check.h"
+#include "embstore/parallel.h"
+#include "table_oracle.h"
+
+namespace {
+// Allocations until one fails; negative: none does.
+std::atomic<int64_t> allocations_left{-1};
+}  // namespace
+
+[[gnu::noinline]] void* operator new(size_t bytes) {
+  if (allocations_left.load() >= 0 && allocations_left.fetch_sub(1) == 0) throw std::bad_alloc();
+  if (void* data = std::malloc(bytes ? bytes : 1)) return data;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
+[[gnu::noinline]] void operator delete(void* data, size_t) noexcept { std::free(data); }
+
+namespace embstore {
+namespace {
+
+// Calls `work` with the first, the second, ... allocation failing until none does. Returns how
+// often it failed.
+template <typename Work, typename Verify>
+int64_t FailEachAllocation(const Work& work, const Verify& verify) {
+  for (int64_t failures = 0;; ++failures) {
+    bool failed = false;
+    allocations_left = failures;
+    try {
+      work();
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    allocations_left = -1;
+    if (!failed) return failures;
+    verify();
+  }
+}
+
+struct Case {
+  const char* name;
+  int64_t capacity;
+  int64_t before, batch;  // keys
+  bool store = false, changes = false, pinned = false;
+};
+
+TEST(A batch that runs out of memory changes nothing and can be repeated) {
+  const std::vector<Case> cases = {
+      {"first rows", 1 << 16, 0, 50},
+      {"growing in steps", 1 << 16, 5000, 300},
+      {"growing in a leap", 1 << 16, 100, 5000},
+      {"evicting", 512, 512, 100},
+      {"filling and evicting", 512, 470, 100},
+      {"evicting pinned rows", 512, 512, 100, false, false, true},
+      {"with changes tracked", 512, 512, 100, false, true, false},
+      {"over a store", 512, 512, 100, true, false, false},
+      {"over a store, beyond the budget", 512, 500, 700, true, false, true},
+  };
+  for (const Case& c : cases) {
+    for (int threads : {1, 2}) {
+      SetNumThreads(threads);
+      TableOptions options = SmallTable(3, c.capacity);
+      options.dtype = DType::kBFloat16;
+      options.optimizer.kind = OptimizerKind::kAdagrad;
+      options.eviction_log = EvictionLog::kRows;
+      const int64_t row_bytes = StoredRowBytes(3, options.dtype, options.optimizer);
+      if (c.store) options.store = MakeMemoryStore(row_bytes, 0);
+      const auto table = Table::Create(options);
+      const Forward kept = LookUpOne(table, Range(0, c.before));
+      if (c.changes) table->TrackChanges(true);
+      const auto keys = Range(100000, 100000 + c.batch);
+      Forward list;
+      if (!c.pinned) const_cast<Forward&>(kept).result.slots.reset();
+      const auto all = Range(0, c.before);
+      const auto values = [&] {
+        std::vector<float> got(all.size() * 3), states(all.size() * 3);
+        std::vector<uint64_t> scores(all.size());
+        std::vector<uint8_t> found(all.size());
+        table->Read(all, got.data(), states.data(), scores.data(), found.data());
+        return std::tuple(got, states, scores, found);
+      };
+      const auto before = values();
+      const int64_t failures = FailEachAllocation(
+          [&] { list = LookUpOne(table, keys); },
+          [&] {
+            CHECK(values() == before);
+            CHECK_EQ(CountFound(*table, keys), 0);
+            if (!c.store) CHECK_EQ(table->size(), c.before);
+            CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
+          });
+      CHECK(failures > 5);
+      CHECK_EQ(list.result.refused, 0);
+      CHECK_EQ(CountFound(*table, keys), c.batch);
+      for (size_t i = 0; i < keys.size(); ++i) CHECK(list.out[3 * i] != -1.0f);
+      CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
+      // No row has two keys.
+      LookUpOne(table, Range(200000, 200400));
+      CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
+    }
+  }
+  SetNumThreads(2);
+}
+
+}  // namespace
+}  // namespace embstore
+
+TEST_MAIN()
