@@ -58,6 +58,10 @@ Registry<RwLock>& StoreLocks() {
 
 thread_local bool t_prepared = false;
 
+std::chrono::steady_clock::time_point After(int seconds) {
+  return std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+}
+
 template <typename T>
 bool Contains(const std::vector<std::shared_ptr<T>>& items, const std::shared_ptr<T>& item) {
   return std::find(items.begin(), items.end(), item) != items.end();
@@ -67,8 +71,8 @@ bool Contains(const std::vector<std::shared_ptr<T>>& items, const std::shared_pt
 
 // What the fork that is under way has locked.
 struct ForkGuard::Held {
-  std::timed_mutex mutex;  // one fork at a time
-  bool owned = false;      // by this fork
+  RwLock mutex;        // one fork at a time
+  bool owned = false;  // by this fork
   std::vector<std::shared_ptr<Table>> tables, busy;
   std::vector<std::shared_ptr<RwLock>> locks, busy_locks;
 };
@@ -98,7 +102,7 @@ void ForkGuard::Add(const std::shared_ptr<Table>& table) {
 // for may make or drop tables.
 void ForkGuard::Acquire(int seconds) {
   Held& fork = *held();
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+  const auto deadline = After(seconds);
   std::vector<std::shared_ptr<Table>> tables;
   std::vector<std::shared_ptr<RwLock>> locks;
   {
@@ -147,7 +151,7 @@ void ForkGuard::UnlockAll() {
 
 void ForkGuard::BeforeFork() {
   Held& fork = *held();
-  if (!t_prepared) fork.owned = fork.mutex.try_lock_for(std::chrono::seconds(kAtForkSeconds));
+  if (!t_prepared) fork.owned = fork.mutex.TryLockUntil(After(kAtForkSeconds));
   if (fork.owned) Acquire(kAtForkSeconds);
   Tables().mutex.lock();
   StoreLocks().mutex.lock();

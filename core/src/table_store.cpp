@@ -124,11 +124,12 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   if (missing.empty()) return list;
   ++prefetches_;
   const uint64_t contents = contents_;
+  const bool with_scores = counts_occurrences() || snapshot_;
   guard.unlock();
   FetchedRows below;
   std::exception_ptr failure;
   try {
-    below = Fetch(keys.data(), missing);
+    below = FetchedRows(*options_.store, keys.data(), missing, with_scores);
   } catch (...) {
     failure = std::current_exception();
   }

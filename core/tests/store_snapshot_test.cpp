@@ -163,12 +163,15 @@ TEST(Two threads read a snapshot of a table over a store while rows change hands
           ReadAll(snapshot, seen, mutex);
           --reading;
         };
-        std::thread first(read), second(read);
+        std::thread first(read), second(read), ahead([&] {
+          for (uint64_t step = 0; reading > 0; ++step) table->Prefetch(RandomKeys(7, kRows, step));
+        });
         for (uint64_t step = 0; step < 60 || reading > 0; ++step) {
           Disturb(table, kRows, 1000 * round + step);
         }
         first.join();
         second.join();
+        ahead.join();
         CHECK(seen == before);
         CHECK_EQ(snapshot.rows(), static_cast<int64_t>(before.size()));
       }
