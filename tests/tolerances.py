@@ -7,13 +7,13 @@ because its parts cancel out: it is absolute, not relative to the gradient. A st
     SGD             row -= lr * g                              lr * error
     Adagrad, Adam   row -= lr * g / (sqrt(mean of g^2) + eps)  at most lr / eps * error, near g = 0
 
-So twins of adaptive optimizers need an `eps` that is not tiny: with 1e-8 the sign of a gradient that should be
-zero decides over a whole lr. Steps add up, and each sees the drift of those before it in its gradients; with
-lr * curvature * steps below 1 that is a factor of e. A wrong, lost or doubled update moves a row by about
-lr * g, hundreds of times more.
+So twins of adaptive optimizers need an `eps` that is not tiny: with 1e-8 the sign of a gradient that should
+be zero decides over a whole lr. Steps add up, and each sees the drift of those before it in its gradients;
+with lr * curvature * steps below 1 that is a factor of e. A wrong, lost or doubled update moves a row by
+about lr * g, hundreds of times more.
 
-Measured for the tde twins on two ranks (EMBSTORE_ISA and ATEN_CPU_CAPABILITY from plain to avx512): rows differ
-by 3e-8 with eps = 0.5 and by 1.4e-6 with eps = 1e-8.
+Measured for the tde twins on two ranks (EMBSTORE_ISA and ATEN_CPU_CAPABILITY from plain to avx512): rows
+differ by 3e-8 with eps = 0.5 and by 1.4e-6 with eps = 1e-8.
 """
 
 import math
