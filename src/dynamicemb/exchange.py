@@ -16,7 +16,7 @@ from embstore.arrays import empty_tensor
 from embstore.batch import Access, Batch
 from embstore.distributed.exchange import as_bytes, swap, swap_with_marks, with_marks
 from embstore.distributed.ranks import TorchRanks
-from embstore.routing import sum_rows
+from embstore.distributed.routing import sum_rows
 
 STEP = "a step of dynamic tables"  # in errors
 

@@ -22,9 +22,9 @@ from torchrec.streamable import Multistreamable
 import embstore
 from dynamicemb.exchange import STEP
 from embstore.batch import as_key_tensor, as_weights
-from embstore.distributed.exchange import all_to_all
+from embstore.distributed.exchange import all_to_all, swap_headers
 from embstore.distributed.ranks import Ranks, TorchRanks
-from embstore.routing import Route, route_keys
+from embstore.distributed.routing import Route, route_keys
 
 
 @dataclass
@@ -111,24 +111,13 @@ class _Routing(BaseSparseFeaturesDist[Any]):
             return NoWait(NoWait(self.alone(sparse_features)))
         prepared = None
         failures: list[BaseException] = []
-        sent = torch.zeros((self._world, 1 + self.header), dtype=torch.int64)
+        headers = torch.zeros((self._world, self.header), dtype=torch.int64)
         try:
             prepared, headers = self.prepare(sparse_features)
-            sent[:, 1:] = headers
         except BaseException as failure:  # every rank gets to know
             failures.append(failure)
-            sent[:, 0] = 1
-        received = torch.empty_like(sent)
-        parts = [sent.shape[1]] * self._world
-        wait = ranks.all_to_all(received.view(-1), sent.view(-1), parts, parts, STEP)
-
-        def exchange() -> Awaitable[OwnedKeys]:
-            wait()
-            if received[:, 0].any():
-                ranks.share(failures.pop() if failures else None, "the input of dynamic tables")
-            return self.exchange(prepared, received[:, 1:], ranks)
-
-        return _Step(exchange)
+        received = swap_headers(headers, failures, ranks, STEP)
+        return _Step(lambda: self.exchange(prepared, received(), ranks))
 
     def alone(self, features: KeyedJaggedTensor) -> OwnedKeys:
         raise NotImplementedError

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from embstore import Ownership, owner
-from embstore.distributed.exchange import swap, swap_with_marks, with_marks
+from embstore.distributed.exchange import swap, swap_headers, swap_with_marks, with_marks
 from embstore.distributed.ranks import TorchRanks, ranks_of
+from embstore.distributed.routing import route_keys
 
 STEP = "forward() and backward() of an embedding"  # in errors
 
@@ -50,28 +51,23 @@ class Ranks:
         owner and returns (n, width). When one of the two fails on a rank, all raise."""
         ranks, failures = self._steps, []
         assert isinstance(ranks, TorchRanks)
-        columns = torch.empty(0, 2, dtype=torch.int64)
+        ids = tables = torch.empty(0, dtype=torch.int64)
         try:
-            columns = torch.stack(ask(), dim=1)
+            ids, tables = ask()
         except BaseException as error:
             failures.append(error)
-        owners = self.owners(columns[:, 0].contiguous())
-        order = torch.argsort(owners, stable=True)
-        to = torch.bincount(owners, minlength=self.world)
-        header = torch.stack([to, torch.full_like(to, len(failures))], 1)
-        ones = [1] * self.world
-        received = swap(header, ones, ones, ranks, STEP)
-        if received[:, 1].any():
-            ranks.share(failures.pop() if failures else None, STEP)
-        sent, back = to.tolist(), received[:, 0].tolist()
-        asked = swap(columns[order], sent, back, ranks, STEP)
+        route = route_keys(ids, torch.tensor([0, len(ids)]), self.world, Ownership.XXH64)
+        received = swap_headers(route.counts, failures, ranks, STEP)()
+        sent, back = route.counts[:, 0].tolist(), received[:, 0].tolist()
+        tables = torch.empty_like(tables).scatter_(0, route.index, tables)
+        asked = swap(torch.stack([route.keys, tables], 1), sent, back, ranks, STEP)
         vectors = torch.zeros(len(asked), width)
         try:
             vectors = answer(asked[:, 0], asked[:, 1])
         except BaseException as error:
             failures.append(error)
         mine = _Swap.apply(vectors, back, sent, failures, ranks)
-        return mine[torch.argsort(order)]
+        return mine[route.index]
 
 
 class _Swap(torch.autograd.Function):

@@ -1,6 +1,7 @@
-"""Rows that travel between ranks, and the mark by which a rank says that it has none to send.
+"""What travels between ranks, and the mark by which a rank says that it failed and has nothing to send.
 
-    what rank 0 sends      rows for rank 0 | mark | rows for rank 1 | mark
+    headers                mark, sizes ... for rank 0 | mark, sizes ... for rank 1
+    rows                   rows for rank 0 | mark | rows for rank 1 | mark
 
 The marks ride on an exchange that is needed anyway, so a step costs no collective more. When one is set, all
 ranks call `share`, and all raise.
@@ -46,6 +47,28 @@ def swap(
     out, wait = all_to_all(rows, send, receive, ranks, what)
     wait()
     return out
+
+
+def swap_headers(
+    headers: torch.Tensor, failures: list[BaseException], ranks: TorchRanks, what: str
+) -> Callable[[], torch.Tensor]:
+    """Sends headers[r] of (world, n) to rank r. Returns the function that waits for those of all ranks.
+
+    A rank that has nothing valid to send has the reason in `failures`; then all ranks raise.
+    """
+    # One type on all ranks, whatever they were given: a message of another size would end the process.
+    mark = torch.full((ranks.world, 1), int(bool(failures)), dtype=torch.int64)
+    sent = torch.cat([mark, headers.to(torch.int64)], 1)
+    ones = [1] * ranks.world
+    received, wait = all_to_all(sent, ones, ones, ranks, what)
+
+    def finish() -> torch.Tensor:
+        wait()
+        if received[:, 0].any():
+            ranks.share(failures.pop() if failures else None, what)
+        return received[:, 1:]
+
+    return finish
 
 
 def with_marks(counts: Sequence[int]) -> torch.Tensor:

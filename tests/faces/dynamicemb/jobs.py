@@ -322,8 +322,8 @@ def half_tables(output_dtype: Any) -> dict[str, Any]:
     }
 
 
-def bad_input_on_rank_one() -> None:
-    model = dmp("ebc", [Spec("t0", ("f0",))])
+def bad_input_on_rank_one(kind: str) -> None:
+    model = dmp(kind, [Spec("t0", ("f0",))])
     batch = bags([1, 2])
     if dist.get_rank() == 1:
         batch = KeyedJaggedTensor(["f0"], torch.rand(2), lengths=torch.ones(2, dtype=torch.int64))

@@ -133,8 +133,9 @@ def test_tables_may_be_half_precision_and_outputs_too(world: int) -> None:
         assert result["dtype"] == {torch.float16}
 
 
-def test_bad_input_on_one_rank_raises_on_all() -> None:
-    errors = ranks.errors(2, jobs.bad_input_on_rank_one)
+@pytest.mark.parametrize("kind", ["ec", "ebc"])
+def test_bad_input_on_one_rank_raises_on_all(kind: str) -> None:
+    errors = ranks.errors(2, jobs.bad_input_on_rank_one, kind)
     assert "float" in errors[1][1] and errors[0][1] == f"{errors[1][1]} (on rank 1)"
 
 

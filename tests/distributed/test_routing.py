@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import embstore
-from embstore.routing import route_keys, sum_rows
+from embstore.distributed.routing import route_keys, sum_rows
 
 
 def test_a_route_brings_every_occurrence_back() -> None:
