@@ -140,11 +140,11 @@ _tool: Single | None = None
 
 
 def init(comm_tool: str | None = None, use_legacy_optimizer: bool = True) -> None:
-    """Chooses how the processes talk; call it once, before variables and lookups.
+    """Chooses how the processes communicate; call it once, before variables and lookups.
 
     comm_tool             "horovod" (after hvd.init()), "torch" (started by torchrun) or "single". None:
                           horovod where it is initialised, torch where WORLD_SIZE is above 1, else single
-    use_legacy_optimizer  accepted for compatibility: optimizers of every Keras are understood as they are
+    use_legacy_optimizer  accepted for compatibility; optimizers of every Keras work
     """
     set_comm_tool(_detect() if comm_tool is None else comm_tool)
     logging.getLogger("sparse_operation_kit").info("communication tool: %s", tool().name)
@@ -180,7 +180,7 @@ def tool() -> Single:
 
 
 def tool_or_single() -> Single:
-    """For what works alone too: a table before `init` belongs to this process."""
+    """The tool, or a single process where `init` was not called."""
     return _tool or Single()
 
 

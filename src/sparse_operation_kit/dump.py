@@ -1,4 +1,4 @@
-"""Dump and load of rows and optimizer states, and the rows that changed since a moment.
+"""Dump and load of rows and optimizer states, and the rows that changed since a given time.
 
 Rank 0 writes the files (embstore.sok_files has their format); every rank reads what it owns, so a dump of any
 number of ranks loads into any other.
@@ -27,7 +27,7 @@ from sparse_operation_kit.optimizer import RowOptimizer
 from sparse_operation_kit.plain_optimizer import LISTS, PlainOptimizer
 from sparse_operation_kit.static import StaticVariable
 
-ROUND_BYTES = 64 << 20  # what a rank gives to one exchange
+ROUND_BYTES = 64 << 20  # sent by a rank in one exchange
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -131,7 +131,7 @@ def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) ->
 def incremental_model_dump(
     sok_vars: Any, time_threshold: Any, sess: Any = None
 ) -> tuple[list[Any], list[Any]]:
-    """Keys and rows that were looked up, assigned or updated after a moment, of all ranks, on every rank.
+    """Keys and rows of all ranks that were looked up, assigned or updated after a given time.
 
     sok_vars        dynamic variables
     time_threshold  a datetime with a time zone, or one for each variable

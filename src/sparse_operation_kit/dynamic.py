@@ -1,7 +1,7 @@
 """sok.DynamicVariable: rows for any 64-bit keys, in a table of the engine.
 
 table = sok.DynamicVariable(dimension=16, initializer="normal")
-tf.nn.embedding_lookup(table, [7, -1])      # makes the rows that are missing
+tf.nn.embedding_lookup(table, [7, -1])      # inserts missing rows
 table.size                                  # [2, 16]
 """
 
@@ -33,7 +33,7 @@ DEFAULT_CAPACITY = 64 << 20
 SMALLEST_BUCKET = 16
 SIZES = ("init_capacity", "max_capacity", "max_bucket_size")
 
-# What a hybrid variable takes, with the defaults. Those that place vectors on a GPU have nothing to say here.
+# The options of a hybrid variable and their defaults. Those that place vectors on a GPU have no effect.
 CONFIG: dict[str, Any] = {
     "init_capacity": DEFAULT_CAPACITY,
     "max_capacity": DEFAULT_CAPACITY,
@@ -98,7 +98,7 @@ def _capacity_options(config: dict[str, Any], given: dict[str, Any]) -> dict[str
         "max_capacity": config["max_capacity"],
         "bucket_capacity": min(config["max_bucket_size"], config["max_capacity"]),
     }
-    # The defaults are not asked for: such a variable begins small and takes memory as it needs it.
+    # A default is no request: the table starts small and grows with its keys.
     if "init_capacity" in given:
         options["init_capacity"] = max(config["init_capacity"], options["bucket_capacity"])
     if "max_load_factor" in given:
@@ -118,12 +118,12 @@ def _unsupported(name: str) -> Any:
 
 
 class DynamicVariable(ResourceVariable):
-    """Rows for any keys, made when a key is first looked up.
+    """Rows for any keys, inserted when a key is first looked up.
 
     dimension     components of a row, any positive integer
     initializer   "normal", "uniform", "random", "ones", "zeros", "", a number as text, or a Keras initializer
     var_type      "hybrid" (the default) evicts the least recently used rows beyond max_capacity,
-                  "hbm" grows without a bound
+                  "hbm" grows without bound
     key_type      tf.int64, or for "hbm" also tf.int32
     dtype         tf.float32
     mode          None: key % n is the rank of a key; "localized:<rank>": all are on that rank
@@ -264,7 +264,7 @@ class DynamicVariable(ResourceVariable):
         return False
 
     def key_map(self, indices: Any) -> tf.Tensor:
-        """Keys stay what they are on every rank."""
+        """Keys are the same on every rank."""
         return as_keys(indices, "indices")
 
     def __repr__(self) -> str:
@@ -276,7 +276,7 @@ class DynamicVariable(ResourceVariable):
 
     @unconverted
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        """The rows of the keys on this rank; missing ones are made."""
+        """The rows of the keys on this rank; missing keys are inserted."""
         require_trained(self)
         return read_rows([self], [as_keys(indices, "indices")])[0]
 

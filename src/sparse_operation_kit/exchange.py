@@ -1,9 +1,9 @@
-"""Rows of keys that other ranks own: keys out, rows back, and gradients the way of the keys.
+"""Rows of keys that other ranks own: keys go out, rows come back, gradients follow the keys.
 
     my keys ──dispatch──► keys that I own ──read──► rows of those ──collect──► rows of my keys
 
-All tables of a call share one exchange of keys and one of rows. Both carry a flag of failure, so that a rank
-that cannot go on takes the others with it instead of leaving them waiting.
+All tables of a call share one exchange of keys and one of rows. Both carry a failure flag, so that the other
+ranks raise instead of waiting for a rank that failed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def move_rows(rows: Sequence[np.ndarray], sent: np.ndarray, received: np.ndarray
 
 
 def collect(rows: Sequence[tf.Tensor], orders: Sequence[tf.Tensor], counts: tf.Tensor) -> list[tf.Tensor]:
-    """Returns rows to the ranks that asked; gradients take the opposite way."""
+    """Returns rows to the ranks that asked; gradients travel the other way."""
     n = len(rows)
 
     def forward(*arrays: np.ndarray) -> list[np.ndarray]:

@@ -36,7 +36,7 @@ def export(var: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 @unconverted
 def assign(var: Any, indices: Any, values: Any) -> tf.Tensor:
-    """Sets the rows of these keys on this rank; a dynamic variable makes those that are missing.
+    """Sets the rows of these keys on this rank; a dynamic variable inserts missing keys.
 
     A static variable is assigned by the numbers of rows in the whole table, all of which must be here.
     Returns the number of keys.

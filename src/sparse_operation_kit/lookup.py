@@ -41,7 +41,7 @@ def lookup_sparse(
     sp_weights  for each the same with the weights of the keys, or None
     combiners   for each "sum" or "mean" (the default); a sample without keys gives zeros
     use_low_frequency_filter   admits a new key with the variable's filter_ratio only; others read zeros
-    training    False only reads: missing keys of dynamic variables give zeros and are not made
+    training    False only reads: missing keys of dynamic variables read zeros and are not inserted
 
     Returns a list of (samples, dimension), or one where sp_ids is not a list.
     """
@@ -65,7 +65,7 @@ def lookup_sparse(
     tool()
     samples = [_Samples(i, w) for i, w in zip(ids, weights)]
     pooled: list[Any] = [None] * len(ids)
-    # On one rank the engine pools by itself, where nothing but the rows is asked of it.
+    # On one rank the engine pools plain lookups itself.
     alone = tool().size == 1 and not use_low_frequency_filter
     quick = [i for i, v in enumerate(variables) if alone and weights[i] is None and _is_dynamic(v)]
     if quick:
@@ -104,7 +104,7 @@ def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
 
 @unconverted
 def sparse_read_and_evict(var: DynamicVariable, indices: Any, name: str | None = None) -> Any:
-    """Rows of the keys on this rank, and the keys and rows that had to go to make room for them.
+    """Rows of the keys on this rank, and the keys and rows that were evicted to make room.
 
     Returns (embeddings, evicted_keys, evicted_values). Takes a hybrid DynamicVariable. The embeddings have a
     gradient, as those of a lookup; what was evicted has none.

@@ -105,7 +105,7 @@ def read_rows(
 
 
 def read_and_evict(variable: DynamicVariable, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Rows of the keys, with the gradient of `read_rows`; keys and rows that had to go, without one."""
+    """Rows of the keys, with the gradient of `read_rows`; the evicted keys and rows, without one."""
     evicted: list[tf.Tensor] = []
 
     def run(k: np.ndarray) -> list[np.ndarray]:

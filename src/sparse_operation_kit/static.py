@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 import embstore
+from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool
 from sparse_operation_kit.keras_steps import require_trained
 from sparse_operation_kit.keys import as_keys
@@ -140,6 +141,7 @@ class StaticVariable(ResourceVariable):
         keys = as_keys(indices, "indices")
         return keys if self._target >= 0 else keys // self._num_gpus
 
+    @unconverted
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         """Rows on this rank by their numbers here."""
         require_trained(self)

@@ -125,6 +125,11 @@ def test_keys_of_any_shape_and_integer_type_can_be_read():
     assert sok.export(variable)[0].dtype == tf.int32
     dense = sok.all2all_dense_embedding(variable, tf.constant([[1, 9]]))
     np.testing.assert_array_equal(dense, np.ones((1, 2, 2)))
+    assert sok.all2all_dense_embedding(variable, []).shape == (0, 2)
+    for keys in ([2**40], (2**40,), np.array([2**40]), np.array([2**40], np.uint64)):
+        assert variable.sparse_read(keys).shape == (1, 2)
+    assert variable.sparse_read(7).shape == (2,)
+    np.testing.assert_array_equal(variable.table.rows().keys, [1, 2, 3, 7, 9, 2**40])
 
 
 def test_an_empty_batch_gives_zeros_of_its_shape():
