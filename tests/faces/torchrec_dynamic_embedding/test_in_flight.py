@@ -38,11 +38,24 @@ def same(numbers):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Batches, and the losses of a table with room for all ids. Windows of 70 rows hold 3 of them."""
+    """Batches, the losses of a table with room for all ids, and that table."""
     data = batches(STEPS, IDS, seed=11)
     twin = trainer(IDS)
     fill(twin, IDS)
     return data, twins.train(twin, twins.loader_of(data, of=same)), twin
+
+
+def room(data, count):
+    """The rows that a window needs to hold any `count` batches in a row, and no more."""
+    most = 0
+    for begin in range(len(data)):
+        ids = {"user": set(), "item": set()}
+        for _, numbers, lengths in data[begin : begin + count]:
+            user, item = np.split(numbers, [int(lengths.reshape(3, -1)[0].sum())])
+            ids["user"] |= set(user.tolist())
+            ids["item"] |= set(item.tolist())
+        most = max(most, *(len(found) for found in ids.values()))
+    return most
 
 
 def wrapped(data, rows, num_prefetch=0, **options):
@@ -56,7 +69,7 @@ def wrapped(data, rows, num_prefetch=0, **options):
 @pytest.mark.parametrize("count", [1, 3])
 def test_batches_taken_ahead_train_as_a_table_with_all_ids(expected, count, num_prefetch):
     data, losses, twin = expected
-    ours, loader, address = wrapped(twins.loader_of(data), 120, num_prefetch)
+    ours, loader, address = wrapped(twins.loader_of(data), room(data, count + 1), num_prefetch)
     found = [ours.step(kjt, label) for label, kjt in twins.ahead(loader, count)]
     np.testing.assert_allclose(found, losses, rtol=1e-4)
     tde.save(ours.model)
@@ -103,7 +116,7 @@ def progress(pipeline, loader):
 def test_train_pipeline_base_trains_as_a_table_with_all_ids(expected, num_prefetch):
     data, losses, twin = expected
     samples = [Sample(label, kjt) for label, kjt in twins.loader_of(data)]
-    ours, loader, address = wrapped(samples, 120, num_prefetch)
+    ours, loader, address = wrapped(samples, room(data, 2), num_prefetch)
     pipeline = TrainPipelineBase(Loss(ours.model), ours.optimizer, torch.device("cpu"))
     np.testing.assert_allclose(progress(pipeline, loader), losses, rtol=1e-4)
     tde.save(ours.model)
@@ -124,7 +137,7 @@ def sparse_pipeline(kind, ours, data):
 @pytest.mark.parametrize("num_prefetch", [0, 2])
 def test_train_pipeline_sparse_dist_trains_as_a_table_with_all_ids(expected, num_prefetch):
     data, losses, twin = expected
-    ours, loader, address = wrapped([kjt for _, kjt in twins.loader_of(data)], 120, num_prefetch)
+    ours, loader, address = wrapped([kjt for _, kjt in twins.loader_of(data)], room(data, 3), num_prefetch)
     pipeline = sparse_pipeline(TrainPipelineSparseDist, ours, data)
     np.testing.assert_allclose(progress(pipeline, loader), losses, rtol=1e-4)
     assert len(pipeline._pipelined_modules) == 1
@@ -283,7 +296,7 @@ def copied(kjt):
 def test_copies_of_batches_that_were_dropped_train_in_their_order(expected, num_prefetch):
     """As on a GPU, where the model gets copies and the original is gone."""
     data, losses, twin = expected
-    ours, loader, address = wrapped(twins.loader_of(data), 140, num_prefetch)
+    ours, loader, address = wrapped(twins.loader_of(data), room(data, 4), num_prefetch)
     sample = next(iter(loader))
     copies = ((label, copied(kjt)) for label, kjt in loader)
     found = [ours.step(kjt, label) for label, kjt in twins.ahead(copies, 2)]
