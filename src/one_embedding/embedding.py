@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import embstore
 from embstore.batch import Access, Request, run
@@ -283,13 +282,8 @@ class MultiTableMultiColumnEmbedding(RowModule):
     # ---- gradients
 
     def _over_ranks(self, squares: float, largest: float) -> tuple[float, float]:
-        ranks = self._ranks
-        if ranks.world == 1:
-            return squares, largest
         # So that every rank clips, or skips a step, alike.
-        measures = torch.zeros(ranks.world, 2, dtype=torch.float64)
-        measures[ranks.rank] = torch.tensor([squares, largest], dtype=torch.float64)
-        dist.all_reduce(measures, group=ranks.group)
+        measures = self._ranks.gather_numbers(squares, largest)
         return float(measures[:, 0].sum()), float(measures[:, 1].max())
 
     def check_rule(self, rule: Rule) -> None:

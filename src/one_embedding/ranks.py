@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from embstore import Ownership, owner
@@ -37,6 +38,10 @@ class Ranks:
     def same_name(self, name: str) -> str:
         """The name that rank 0 has."""
         return self._calls.gather(name, "state_dict()")[0]
+
+    def gather_numbers(self, *numbers: float) -> np.ndarray:
+        """These numbers of every rank: (ranks, numbers)."""
+        return np.stack(self._steps.all_gather_equal(np.array(numbers, np.float64), STEP))
 
     def owners(self, keys: torch.Tensor) -> torch.Tensor:
         return owner(keys, self.world, Ownership.XXH64)
