@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from embstore import _core
-from embstore.routing import route_keys, sum_rows
+from embstore.distributed.routing import route_keys, sum_rows
 from embstore.table import Table
 
 MARK = 2.0**-64
