@@ -12,7 +12,7 @@
 namespace embstore {
 namespace {
 
-constexpr uint32_t kWidths[] = {16, 18, 20, 22, 25, 28};  // of stripes, in buckets; then 2 x 16
+constexpr uint32_t kWidths[] = {16, 18, 21, 24, 28};  // of stripes, in buckets; then 2 x 16
 constexpr uint32_t kStripe = kWidths[0];
 // Fuller than this a stripe that is the last to grow would be over-full.
 constexpr double kMostLoad = 0.9;
@@ -160,7 +160,9 @@ void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
   const Anchor home = HomeOf(hash, view());
   const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
   if (!whole) {
-    __builtin_prefetch(bucket + home.group, 1);
+    // Where the home group is full, the search for a free slot begins at its block.
+    const IndexGroup* const block = bucket + (home.group >> block_bits_ << block_bits_);
+    for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
     return;
   }
   for (int64_t group = 0; group < std::min<int64_t>(bucket_groups_, 96); ++group) {

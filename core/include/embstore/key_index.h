@@ -15,7 +15,7 @@
 // and most misses cost one line, other hits one or two more.
 //
 // The index grows by making 18 buckets of 16 in one stripe after the other, from the last to the
-// first; then 20 of 18, 22, 25, 28, and from 32 on each stripe counts as two. Keys stay in their
+// first; then 21 of 18, 24, 28, and from 32 on each stripe counts as two. Keys stay in their
 // stripe and nothing is copied but the stripe at hand, so every batch pays for its own keys, and
 // the load stays the same.
 //
