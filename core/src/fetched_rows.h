@@ -53,7 +53,7 @@ class FetchedRows {
  private:
   uint32_t& Place(int64_t key) {
     const size_t mask = places_.size() - 1;
-    size_t at = HashKey(key) & mask;
+    size_t at = KeyedHash(key, ProcessSecret()) & mask;
     while (places_[at] && keys_[places_[at] - 1] != key) at = (at + 1) & mask;
     return places_[at];
   }

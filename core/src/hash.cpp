@@ -41,12 +41,12 @@ HashSecret SecretOf(uint64_t seed) {
   return {mask, first, second};
 }
 
-uint64_t ProcessSeed() {
-  static const uint64_t seed = [] {
+const HashSecret& ProcessSecret() {
+  static const HashSecret secret = [] {
     std::random_device device;
-    return static_cast<uint64_t>(device()) << 32 | device();
+    return SecretOf(static_cast<uint64_t>(device()) << 32 | device());
   }();
-  return seed;
+  return secret;
 }
 
 }  // namespace embstore

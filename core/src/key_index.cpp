@@ -12,10 +12,10 @@
 namespace embstore {
 namespace {
 
-constexpr uint32_t kWidths[] = {16, 18, 20, 22, 25, 28};  // of stripes, in buckets; then 2 x 16
+constexpr uint32_t kWidths[] = {16, 18, 21, 24, 28};  // of stripes, in buckets; then 2 x 16
 constexpr uint32_t kStripe = kWidths[0];
 // Fuller than this a stripe that is the last to grow would be over-full.
-constexpr double kMostLoad = 0.93;
+constexpr double kMostLoad = 0.9;
 
 void Check(bool ok, const char* field, const std::string& should, double value) {
   if (ok) return;
@@ -160,7 +160,9 @@ void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
   const Anchor home = HomeOf(hash, view());
   const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
   if (!whole) {
-    __builtin_prefetch(bucket + home.group, 1);
+    // Where the home group is full, the search for a free slot begins at its block.
+    const IndexGroup* const block = bucket + (home.group >> block_bits_ << block_bits_);
+    for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
     return;
   }
   for (int64_t group = 0; group < std::min<int64_t>(bucket_groups_, 96); ++group) {
@@ -168,34 +170,34 @@ void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
   }
 }
 
-// Takes the free slot nearest to the group, in the bucket. kNoSlot when there is none.
-Slot KeyIndex::PutNear(IndexGroup* groups, int64_t bucket, uint32_t group,
+// Takes the free slot nearest to the group, in the bucket. False when there is none.
+bool KeyIndex::PutNear(IndexGroup* groups, int64_t bucket, uint32_t group,
                        const IndexEntry& entry) const {
   IndexGroup* const first = groups + bucket * bucket_groups_;
-  const auto put = [&](uint32_t to) -> Slot {
-    IndexGroup& g = first[to];
-    for (int64_t at = 0; at < kGroup; ++at) {
-      if (g.scores[at] != 0) continue;
-      g.keys[at] = entry.key;
-      g.scores[at] = entry.score;
-      g.rows[at] = entry.row;
-      if (to != group) first[group].away |= 1u << (to >> block_bits_);
-      return static_cast<Slot>((bucket * bucket_groups_ + to) * kGroup + at);
-    }
-    return kNoSlot;
+  const auto put = [&](IndexGroup& g) {
+    // Without branches: which slot is free cannot be foreseen.
+    const unsigned free = static_cast<unsigned>(g.scores[0] == 0) |
+                          static_cast<unsigned>(g.scores[1] == 0) << 1 |
+                          static_cast<unsigned>(g.scores[2] == 0) << 2;
+    if (!free) return false;
+    const int at = std::countr_zero(free);
+    g.keys[at] = entry.key;
+    g.scores[at] = entry.score;
+    g.rows[at] = entry.row;
+    return true;
   };
-  if (const Slot slot = put(group); slot != kNoSlot) return slot;
-  const uint32_t own = group >> block_bits_;
-  const uint32_t blocks = (bucket_groups_ - 1) >> block_bits_;  // the last one
-  uint32_t block = own;
+  if (put(first[group])) return true;
+  // From its block on, around the bucket.
+  const uint32_t begin = group >> block_bits_ << block_bits_;
+  uint32_t to = begin;
   do {
-    const uint32_t end = std::min((block + 1) << block_bits_, bucket_groups_);
-    for (uint32_t to = block << block_bits_; to < end; ++to) {
-      if (const Slot slot = put(to); slot != kNoSlot) return slot;
+    if (put(first[to])) {
+      first[group].away |= 1u << (to >> block_bits_);
+      return true;
     }
-    block = block == blocks ? 0 : block + 1;
-  } while (block != own);
-  return kNoSlot;
+    if (++to == bucket_groups_) to = 0;
+  } while (to != begin);
+  return false;
 }
 
 void KeyIndex::CountElsewhere(IndexGroup* groups, const IndexLayout& layout, uint64_t hash) const {
@@ -207,10 +209,10 @@ void KeyIndex::CountElsewhere(IndexGroup* groups, const IndexLayout& layout, uin
 bool KeyIndex::InsertInto(IndexGroup* groups, const IndexLayout& layout, const IndexEntry& entry,
                           uint64_t hash) const {
   const Anchor home = AnchorOf(hash, layout.buckets, bucket_groups_);
-  if (PutNear(groups, home.bucket, home.group, entry) != kNoSlot) return true;
+  if (PutNear(groups, home.bucket, home.group, entry)) return true;
   if (layout.stripe_buckets == 1) return false;
   const Anchor second = SecondOf(hash, layout, bucket_groups_);
-  if (PutNear(groups, second.bucket, second.group, entry) == kNoSlot) return false;
+  if (!PutNear(groups, second.bucket, second.group, entry)) return false;
   CountElsewhere(groups, layout, hash);
   return true;
 }
@@ -348,21 +350,18 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
   const int64_t old_groups = int64_t{from.stripe_buckets} * bucket_groups_;
   const auto new_groups = static_cast<int64_t>(to.buckets >> from.stripe_bits) * bucket_groups_;
   IndexGroup* const all = groups();
-  const auto clear = [](IndexGroup* begin, int64_t n) {
-    std::memset(static_cast<void*>(begin), 0, static_cast<size_t>(n) * sizeof(IndexGroup));
-  };
   std::vector<std::vector<IndexEntry>> homeless(static_cast<size_t>(count));
   // The first stripes grow into the places where they lie, from a copy.
   std::vector<IndexGroup> copy;
   const bool overlap = first * new_groups < left * old_groups;
-  if (overlap) {
-    copy.assign(all + first * old_groups, all + left * old_groups);
-    clear(all + first * old_groups, count * old_groups);
-  }
+  if (overlap) copy.assign(all + first * old_groups, all + left * old_groups);
   const IndexGroup* const source = overlap ? copy.data() : all + first * old_groups;
   try {
     ParallelFor(count, [&](int64_t i) {
       const IndexGroup* const stripe = source + i * old_groups;
+      // The gap keeps what lay there before.
+      std::memset(static_cast<void*>(all + (first + i) * new_groups), 0,
+                  static_cast<size_t>(new_groups) * sizeof(IndexGroup));
       for (int64_t g = 0; g < old_groups; ++g) {
         for (int64_t at = 0; at < kGroup; ++at) {
           if (stripe[g].scores[at] == 0) continue;
@@ -375,12 +374,8 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
     });
     ReserveFor(homeless);
   } catch (...) {
-    clear(all + first * new_groups, count * new_groups);
     if (overlap) std::copy(copy.begin(), copy.end(), all + first * old_groups);
     throw;
-  }
-  if (!overlap) {
-    ParallelFor(count, [&](int64_t i) { clear(all + (first + i) * old_groups, old_groups); });
   }
   const uint64_t begin =
       from.stripe_bits ? static_cast<uint64_t>(first) << (64 - from.stripe_bits) : 0;

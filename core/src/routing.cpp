@@ -39,10 +39,11 @@ class Distinct {
   // ids[i] = which distinct key occurrence i is.
   void Collect(std::span<const int64_t> keys, int32_t* ids) {
     const size_t buckets = std::bit_ceil(std::max<size_t>(2 * keys.size(), 16));
+    const HashSecret& secret = ProcessSecret();
     places_.assign(buckets, -1);
     keys_.clear();
     for (size_t i = 0; i < keys.size(); ++i) {
-      size_t at = HashKey(keys[i]) & (buckets - 1);
+      size_t at = KeyedHash(keys[i], secret) & (buckets - 1);
       while (places_[at] >= 0 && keys_[static_cast<size_t>(places_[at])] != keys[i]) {
         at = (at + 1) & (buckets - 1);
       }

@@ -114,7 +114,7 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
 void SlotMap::ResizeScratch(size_t occurrences) {
   scratch_.assign(std::bit_ceil(std::max<size_t>(4 * occurrences, 1024)), 0);
   for (size_t number = 0; number < missing_.size(); ++number) {
-    size_t at = HashKey(missing_[number]) & (scratch_.size() - 1);
+    size_t at = index_.Hash(missing_[number]) & (scratch_.size() - 1);
     while (scratch_[at] != 0) at = (at + 1) & (scratch_.size() - 1);
     scratch_[at] = static_cast<uint32_t>(number + 1);
   }
@@ -122,7 +122,7 @@ void SlotMap::ResizeScratch(size_t occurrences) {
 
 void SlotMap::NoteMissing(int64_t key, uint32_t position) {
   if (2 * missing_.size() >= scratch_.size()) ResizeScratch(missing_.size());
-  size_t at = HashKey(key) & (scratch_.size() - 1);
+  size_t at = index_.Hash(key) & (scratch_.size() - 1);
   while (scratch_[at] != 0 && missing_[scratch_[at] - 1] != key)
     at = (at + 1) & (scratch_.size() - 1);
   if (scratch_[at] == 0) {

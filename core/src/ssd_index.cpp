@@ -4,15 +4,15 @@
 
 namespace embstore {
 
-SsdIndex::Entry& SsdIndex::FreePlace(Partition& partition, int64_t key) {
+SsdIndex::Entry& SsdIndex::FreePlace(Partition& partition, int64_t key) const {
   const size_t n = partition.places.size();
-  size_t at = Home(HashKey(key), n);
+  size_t at = Home(Hash(key), n);
   while (partition.places[at].row != kNoRow) at = at + 1 == n ? 0 : at + 1;
   partition.places[at].key = key;
   return partition.places[at];
 }
 
-void SsdIndex::GrowPartition(Partition& partition) {
+void SsdIndex::GrowPartition(Partition& partition) const {
   constexpr size_t kFirstPlaces = 16;
   const size_t n = partition.places.size();
   Partition larger;
@@ -24,7 +24,7 @@ void SsdIndex::GrowPartition(Partition& partition) {
 }
 
 SsdIndex::Entry& SsdIndex::Insert(int64_t key) {
-  Partition& partition = partitions_[HashKey(key) & 0xff];
+  Partition& partition = partitions_[Hash(key) & 0xff];
   if ((partition.used + 1) * 100 > partition.places.size() * 85) GrowPartition(partition);
   ++partition.used;
   ++size_;
@@ -34,13 +34,13 @@ SsdIndex::Entry& SsdIndex::Insert(int64_t key) {
 void SsdIndex::Erase(int64_t key) {
   Entry* entry = Find(key);
   if (!entry) return;
-  Partition& partition = partitions_[HashKey(key) & 0xff];
+  Partition& partition = partitions_[Hash(key) & 0xff];
   std::vector<Entry>& places = partition.places;
   const size_t n = places.size();
   // Entries behind the hole move back into it unless that would put them before their home.
   auto hole = static_cast<size_t>(entry - places.data());
   for (size_t at = (hole + 1) % n; places[at].row != kNoRow; at = (at + 1) % n) {
-    const size_t home = Home(HashKey(places[at].key), n);
+    const size_t home = Home(Hash(places[at].key), n);
     if ((at + n - home) % n < (at + n - hole) % n) continue;
     places[hole] = places[at];
     hole = at;

@@ -1,8 +1,8 @@
 // SsdIndex: where on disk the row of a key lies, and the checksum of the row.
 //
-// 256 partitions by hash, each an open-addressing table with linear probing that grows by a quarter
-// when it is 85 % full. So an entry of 16 bytes costs at most 24 a key, and growing never holds
-// more than one partition twice.
+// 256 partitions by a keyed hash, each an open-addressing table with linear probing that grows by a
+// quarter when it is 85 % full. So an entry of 16 bytes costs at most 24 a key, and growing never
+// holds more than one partition twice.
 //
 // Thread safety: const methods may run together; any other method needs exclusive access.
 #pragma once
@@ -36,7 +36,7 @@ class SsdIndex {
 
   // The entry of the key, or null.
   const Entry* Find(int64_t key) const {
-    const uint64_t hash = HashKey(key);
+    const uint64_t hash = Hash(key);
     const Partition& partition = partitions_[hash & 0xff];
     if (partition.places.empty()) return nullptr;
     const size_t n = partition.places.size();
@@ -49,7 +49,7 @@ class SsdIndex {
   Entry* Find(int64_t key) { return const_cast<Entry*>(std::as_const(*this).Find(key)); }
 
   void Prefetch(int64_t key) const {
-    const uint64_t hash = HashKey(key);
+    const uint64_t hash = Hash(key);
     const Partition& partition = partitions_[hash & 0xff];
     if (partition.places.empty()) return;
     // Two lines: a search goes on to the second more often than not.
@@ -86,8 +86,11 @@ class SsdIndex {
   static size_t Home(uint64_t hash, size_t n) {
     return static_cast<size_t>((static_cast<unsigned __int128>(hash) * n) >> 64);
   }
-  static Entry& FreePlace(Partition& partition, int64_t key);
-  static void GrowPartition(Partition& partition);
+  uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
+  Entry& FreePlace(Partition& partition, int64_t key) const;
+  void GrowPartition(Partition& partition) const;
+
+  HashSecret secret_ = ProcessSecret();  // so that nobody can aim at one place
 
   std::array<Partition, kPartitions> partitions_;
   int64_t size_ = 0;

@@ -276,7 +276,9 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   }
   rows_.Take(fresh.plain);
   index_->AddSize(fresh.plain);
-  for (int64_t j = 0; j < fresh.plain; ++j) AfterInsert(fresh.rows[static_cast<size_t>(j)]);
+  for (int64_t j = 0; watched() && j < fresh.plain; ++j) {
+    AfterInsert(fresh.rows[static_cast<size_t>(j)]);
+  }
   Unpin(evicted, rows);
   FillRows(keys, fresh, below, initial);
   int64_t refused = std::count(fresh.rows.begin(), fresh.rows.end(), kMissingRow);

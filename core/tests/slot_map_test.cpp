@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "embstore/hash.h"
 #include "embstore/pieces.h"
 
 namespace embstore {
@@ -66,18 +67,26 @@ TEST(Pinned keys are never victims) {
 }
 
 TEST(Keys that all fall into one bucket are held) {
-  // Of many keys only those whose hash begins alike: the index has to grow for them.
-  SlotMap map({200, 5});
+  // Of many keys only those whose hash begins alike, as one who knows the seed can choose them.
+  // Most of them find no place in their buckets.
+  constexpr size_t kKeys = 2000;
+  SlotMap map({.slots = kKeys, .min_used_freq_power = 5, .seed = 3});
   std::vector<int64_t> keys;
-  for (int64_t key = 0; keys.size() < 200; ++key) {
-    if (HashKey(key) >> 57 == 0) keys.push_back(key);
+  for (int64_t key = 0; keys.size() < kKeys; ++key) {
+    if (KeyedHash(key, SecretOf(3)) >> 54 == 0) keys.push_back(key);
   }
   std::vector<int64_t> out(keys.size());
-  CHECK_EQ(map.Find(keys, 0, out.data()), 200);
-  CHECK_EQ(map.Admit().size(), size_t{200});
+  CHECK_EQ(map.Find(keys, 0, out.data()), int64_t{kKeys});
+  CHECK_EQ(map.Admit().size(), kKeys);
   std::vector<int64_t> again(keys.size());
   CHECK_EQ(map.Find(keys, 1, again.data()), 0);
   CHECK(out == again);
+  // They give way like any other.
+  CHECK_EQ(map.Victims(kKeys, 2).size(), kKeys);
+  map.Drop();
+  CHECK_EQ(map.size(), 0);
+  CHECK_EQ(map.free_slots(), int64_t{kKeys});
+  CHECK_EQ(map.Find(keys, 2, again.data()), int64_t{kKeys});
 }
 
 TEST(Pieces are gathered and scattered) {

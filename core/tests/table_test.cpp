@@ -306,7 +306,7 @@ TEST(The first eviction comes when there are as many keys as max_capacity) {
         TableOptions options = SmallTable(1, capacity);
         options.index.bucket_capacity = bucket;
         options.index.init_capacity = at_once ? capacity : 1;
-        options.index.max_load_factor = 0.93;
+        options.index.max_load_factor = 0.9;
         const auto table = Table::Create(options);
         for (int64_t key = 0; key < capacity; key += 97) {
           LookUpOne(table, Range(key, std::min(key + 97, capacity)));

@@ -60,7 +60,7 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
     STEP         the number of that forward, from 1
     CUSTOMIZED   what `set_score` said last
     LFU          how often the key was used, duplicates included
-    NO_EVICTION  timestamps; a key that finds no place is refused instead of another being evicted
+    NO_EVICTION  timestamps; the table grows beyond its planned rows until memory ends, then MemoryError
     """
 
     TIMESTAMP = 0
@@ -174,7 +174,7 @@ class HKVConfig:
     dim              None: as the table's config says
     max_capacity     rows a rank holds at most; the planner sets it
     init_capacity    rows to begin with, doubled as need be; None: max_capacity
-    max_load_factor  the table doubles beyond this fraction of its capacity
+    max_load_factor  the index grows beyond this fraction of its capacity
     evict_strategy   follows score_strategy; LFU makes the strategy LFU
     bucket_capacity  rows of a bucket, a multiple of 16
     """
@@ -324,7 +324,8 @@ class DynamicEmbTableOptions(HKVConfig):
     @property
     def engine_strategy(self) -> embstore.ScoreStrategy:
         """The score strategy in effect."""
-        if self.evict_strategy is DynamicEmbEvictStrategy.LFU:
+        evicts = self.score_strategy != DynamicEmbScoreStrategy.NO_EVICTION
+        if self.evict_strategy is DynamicEmbEvictStrategy.LFU and evicts:
             return embstore.ScoreStrategy.LFU
         return embstore.ScoreStrategy(int(self.score_strategy))
 

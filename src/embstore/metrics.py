@@ -31,6 +31,7 @@ COUNTERS = {
     "inserts": "Rows that were made or came up from the store.",
     "evictions": "Rows that gave way to others.",
     "refusals": "Keys that found no room.",
+    "dropped_gradients": "Rows that were evicted before their gradient came.",
     "unadmitted": "Occurrences of keys that have no row yet.",
     "fetches": "Rows that came up from the store.",
     "write_backs": "Rows that went down to the store.",

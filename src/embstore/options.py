@@ -70,7 +70,7 @@ class TableOptions:
     init_capacity          rows to have room for at first
     max_capacity           rows at most; beyond it the smallest scores go ("no_eviction": the table grows on)
     bucket_capacity        rows of a bucket, a multiple of 16
-    max_load_factor        the index grows beyond this fraction of its capacity; 0.93 costs least memory
+    max_load_factor        the index grows beyond this fraction of its capacity; 0.9 costs least memory
     score_strategy         "timestamp", "step", "customized", "lfu" or "no_eviction"
     seed                   of the initial values. None: 0 in a Table, drawn from torch's generator in a module
     check_mode             "error", "warning" or "ignore"
@@ -88,7 +88,7 @@ class TableOptions:
     init_capacity: int = 1 << 14
     max_capacity: int = DEFAULT_MAX_CAPACITY
     bucket_capacity: int = 128
-    max_load_factor: float = 0.93
+    max_load_factor: float = 0.9
     score_strategy: ScoreStrategy = ScoreStrategy.TIMESTAMP
     seed: int | None = None
     check_mode: CheckMode = CheckMode.IGNORE

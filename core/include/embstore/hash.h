@@ -38,8 +38,8 @@ inline uint64_t KeyedHash(int64_t key, const HashSecret& secret) {
   return h;
 }
 
-// A seed that differs from process to process: for places that nobody outside ever sees.
-uint64_t ProcessSeed();
+// A secret that differs from process to process: for places whose order nobody outside ever sees.
+const HashSecret& ProcessSecret();
 
 enum class Ownership : uint8_t {
   kRoundRobin = 0,      // uint64(key) % world

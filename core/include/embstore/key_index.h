@@ -15,12 +15,12 @@
 // and most misses cost one line, other hits one or two more.
 //
 // The index grows by making 18 buckets of 16 in one stripe after the other, from the last to the
-// first; then 20 of 18, 22, 25, 28, and from 32 on each stripe counts as two. Keys stay in their
+// first; then 21 of 18, 24, 28, and from 32 on each stripe counts as two. Keys stay in their
 // stripe and nothing is copied but the stripe at hand, so every batch pays for its own keys, and
 // the load stays the same.
 //
 //     before       | 0 | 1 | 2 | 3 |                stripes of 16 buckets
-//     half grown   | 0 | 1 |    |  2  |  3  |       2 and 3 have 18, the gap is free
+//     half grown   | 0 | 1 |    |  2  |  3  |       2 and 3 have 18, the gap means nothing
 //     grown        |  0  |  1  |  2  |  3  |
 //
 // Thread safety: const methods may run together. Insert, Erase and set_* of keys of different
@@ -50,7 +50,7 @@ struct KeyIndexOptions {
   int64_t init_capacity = 1 << 14;
   int64_t max_capacity = 1 << 30;
   int64_t bucket_capacity = 128;  // a multiple of 16
-  double max_load_factor = 0.93;  // grows beyond it while there are fewer keys than max_capacity
+  double max_load_factor = 0.9;   // grows beyond it while there are fewer keys than max_capacity
   uint64_t seed = 0;              // of the hash
 };
 
@@ -134,7 +134,7 @@ class KeyIndex {
   void Clear();
 
   // Calls visit(slot, entry) for the slots of [begin, end) whose score is wanted(score), ascending.
-  // Slots of stripes are below slots().
+  // Slots of stripes are below slots(); while the index grows there is a gap among them.
   int64_t slots() const {
     return static_cast<int64_t>(grown_.buckets) * bucket_groups_ * IndexGroup::kSlots;
   }
@@ -148,7 +148,12 @@ class KeyIndex {
   void VisitOverflow(const Visit& visit) const;
   template <typename Visit>
   void VisitAll(const Visit& visit) const {
-    VisitUsed(0, static_cast<Slot>(slots()), visit);
+    const int64_t bucket = bucket_groups_ * IndexGroup::kSlots;
+    const int64_t gap = not_grown_ * before_.stripe_buckets * bucket;
+    VisitUsed(0, static_cast<Slot>(gap), visit);
+    const int64_t end_of_gap =
+        not_grown_ * static_cast<int64_t>(grown_.buckets >> before_.stripe_bits);
+    VisitUsed(static_cast<Slot>(end_of_gap * bucket), static_cast<Slot>(slots()), visit);
     VisitOverflow(visit);
   }
 
@@ -181,7 +186,7 @@ class KeyIndex {
   Stripe StripeAt(uint64_t hash) const;
   std::pair<int64_t, int64_t> BucketsOf(uint64_t hash) const;  // home and second
 
-  Slot PutNear(IndexGroup* groups, int64_t bucket, uint32_t group, const IndexEntry& entry) const;
+  bool PutNear(IndexGroup* groups, int64_t bucket, uint32_t group, const IndexEntry& entry) const;
   bool InsertInto(IndexGroup* groups, const IndexLayout& layout, const IndexEntry& entry,
                   uint64_t hash) const;
   void CountElsewhere(IndexGroup* groups, const IndexLayout& layout, uint64_t hash) const;

@@ -255,3 +255,10 @@ def test_a_model_without_dynamic_tables_has_no_scores() -> None:
     set_score(model, 3)
     with pytest.warns(UserWarning, match="'x'"):
         set_score(model, {"x": {"t": 1}})
+
+
+def test_a_table_without_eviction_never_evicts_whatever_evict_strategy_says():
+    options = DynamicEmbTableOptions(
+        score_strategy=DynamicEmbScoreStrategy.NO_EVICTION, evict_strategy=DynamicEmbEvictStrategy.LFU
+    )
+    assert options.engine_strategy is embstore.ScoreStrategy.NO_EVICTION
