@@ -90,6 +90,7 @@ class DumpHandle:
         self._hurry = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(job, ranks), name="embstore-dump")
+        _running.append(self)  # first: Ctrl-C may end this call as soon as the thread runs
         self._thread.start()
 
     def _run(self, job: DumpJob, ranks: Ranks) -> None:
@@ -143,8 +144,8 @@ _running: list[DumpHandle] = []
 
 
 def finish_running() -> None:
-    """Waits for dumps in the background, since a table has one snapshot at a time. Raises what went wrong
-    with one of them unless its `wait` did."""
+    """Waits for dumps in the background, so that they are published in order. Raises what went wrong with
+    one of them unless its `wait` did."""
     while _running:
         _running[0].finish()
         _running.pop(0).raise_untold()
@@ -190,7 +191,6 @@ def dump(
     job = start(Path(path), {ranks.rank: sources}, ranks.world, order, ranks)
     if async_:
         handle = DumpHandle(job, ranks.background())
-        _running.append(handle)
         for named in tables.values():
             for table in named.values():
                 table.dumps[:] = [*(dump for dump in table.dumps if dump.failure()), handle]

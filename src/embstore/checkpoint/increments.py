@@ -275,7 +275,7 @@ class IncrementLog:
             return Replacement(chain, tables, ranks, optim), last, identities(chain[-1], last)
 
         replacement, number, state = self._while_changing(build, ranks)
-        replacement.publish()
+        ranks.together(replacement.publish)
         self._at(number, state)
         self._optim = optim
         if writable:
