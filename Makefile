@@ -33,7 +33,8 @@ PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
 PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
 PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis \
-  fastapi uvicorn prometheus-client swagger-ui-bundle httpx tensorboard
+  fastapi uvicorn prometheus-client swagger-ui-bundle httpx tensorboard \
+  fsspec s3fs moto[server]
 PIP_tensorflow := tensorflow-cpu==2.21.0 tf_keras==2.21.0
 
 CPP_FILES := $(shell find core bindings -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \) 2>/dev/null)

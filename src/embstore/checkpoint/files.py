@@ -125,10 +125,15 @@ def read_json(path: Path) -> Any:
         read_into(fd, path, 0, raw)
     finally:
         os.close(fd)
+    return parse_json(raw.tobytes(), path)
+
+
+def parse_json(text: bytes, name: object) -> Any:
+    """A JSON document. Raises CheckpointError naming its file where the text is something else."""
     try:
-        return json.loads(raw.tobytes().decode("utf-8"))
+        return json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not a JSON document: {error}") from error
+        raise CheckpointError(f"{name}: is not a JSON document: {error}") from error
 
 
 @contextlib.contextmanager
@@ -175,7 +180,11 @@ def sealed(document: dict[str, Any]) -> str:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """The inverse of `sealed`. Raises CheckpointError when the file was changed or cut off."""
-    document = read_json(path)
+    return unsealed(read_json(path), path)
+
+
+def unsealed(document: Any, path: object) -> dict[str, Any]:
+    """A document without the checksum of itself, which is compared first."""
     if not isinstance(document, dict) or "crc32" not in document:
         raise CheckpointError(f"{path}: has no checksum of itself")
     expected = document.pop("crc32")

@@ -63,6 +63,12 @@ class IncrementLog:
 
     # ---- what there is
 
+    @staticmethod
+    def place_of(name: str) -> tuple[int, str] | None:
+        """Number and kind of an entry of this name; None where it is no entry."""
+        match = _ENTRY.fullmatch(name)
+        return (int(match[2]), match[1]) if match else None
+
     def entries(self) -> Entries:
         """Published entries by kind ("base", "increment") and number."""
         found: Entries = {"base": {}, "increment": {}}

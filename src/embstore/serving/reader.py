@@ -9,6 +9,7 @@ replaces the old one in a single assignment, so lookups take no lock and never s
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -25,6 +26,7 @@ from embstore.arrays import Array, address, as_floats, as_keys, empty_floats
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import Dump, open_dump
+from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote
 from embstore.checkpoint.writing import removed_file
 from embstore.serving.bases import (
     RowDType,
@@ -122,6 +124,7 @@ class Reader:
     dtype    "float32", "float16", "bfloat16" or "int8": how rows are kept. A prepared base has its own
     missing  what an id without a row reads: "zero", or "initial" for the vector it would start with
     cache    folder for index files, shared by the processes of a host; default ~/.cache/embstore/serving
+    options  for fsspec, where `path` is a URL such as "s3://bucket/log": files are copied to the cache first
 
     Raises FileNotFoundError when there is nothing at `path`, CheckpointError when it is damaged.
 
@@ -137,13 +140,17 @@ class Reader:
         dtype: object = "float32",
         missing: str = "zero",
         cache: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> None:
+        if options and not is_remote(path):
+            raise TypeError(f"options should be given with a URL alone but are: {', '.join(options)}")
         if missing not in ("zero", "initial"):
             raise ValueError(f"missing should be 'zero' or 'initial' but is: {missing!r}")
-        self.path = Path(path)
         self._dtype = RowDType.of(dtype)
         self._missing = missing
         self._cache = default_cache() if cache is None else Path(cache)
+        self._mirror: Mirror | None = None
+        self.path = self._local_copy(str(path), options) if is_remote(path) else Path(path)
         self._log: IncrementLog | None = None
         self._seen: tuple[int, int] | None = None
         self._following = threading.Lock()  # one follower at a time; lookups do not take it
@@ -235,6 +242,20 @@ class Reader:
 
     # ---- states
 
+    def _local_copy(self, url: str, options: dict[str, Any]) -> Path:
+        """Where the files of a remote dump, base or log are; a log is kept up to date by `follow`."""
+        remote = RemoteFolder(url, **options)
+        published = remote.current()
+        if published is None:
+            name = hashlib.sha256(url.encode()).hexdigest()[:16]
+            self._mirror = Mirror(url, self._cache / f"log-{name}", **options)
+            self._mirror.pull()
+            return self._mirror.log.path
+        local = self._cache / f"remote-{published['folder']}"
+        if not local.is_dir():
+            remote.download(local)
+        return local
+
     def _open(self) -> State:
         if is_base(self.path):
             base = open_base(self.path, self._missing)
@@ -257,6 +278,8 @@ class Reader:
         raise failure
 
     def _follow(self, log: IncrementLog) -> list[int]:
+        if self._mirror is not None:
+            self._mirror.pull()
         entries = log.entries()
         seen = (max(entries["base"], default=-1), max(entries["increment"], default=-1))
         if seen == self._seen:
