@@ -48,9 +48,9 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
                                  int64_t bucket_capacity, double max_load_factor,
                                  const std::string& optimizer, double initial_accumulator,
                                  int initializer, const std::vector<double>& initializer_values,
-                                 int score_strategy, uint64_t seed, int eviction_log,
-                                 int64_t eviction_log_capacity, int64_t admission_threshold,
-                                 std::shared_ptr<Store> store) {
+                                 int score_strategy, bool evict_least_used, uint64_t seed,
+                                 int eviction_log, int64_t eviction_log_capacity,
+                                 int64_t admission_threshold, std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -60,6 +60,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.optimizer.initial_accumulator = static_cast<float>(initial_accumulator);
   options.initializer = InitializerFrom(initializer, initializer_values);
   options.score_strategy = static_cast<ScoreStrategy>(score_strategy);
+  options.evict_least_used = evict_least_used;
   options.seed = seed;
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
@@ -165,8 +166,8 @@ void BindTable(nb::module_& m) {
       .def(nb::new_(&MakeTable), Unlocked(), "name"_a, "dim"_a, "dtype"_a, "init_capacity"_a,
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
-           "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a, "admission_threshold"_a,
-           "store"_a.none())
+           "evict_least_used"_a, "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a,
+           "admission_threshold"_a, "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)

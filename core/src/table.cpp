@@ -98,6 +98,7 @@ Table::Table(const TableOptions& options)
       "table '" + options.name + "' with " + std::to_string(row_capacity_) + " rows");
   rows_ = RowHeap(row_stride_, row_capacity_);
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
+  if (counts_apart()) uses_.resize(static_cast<size_t>(row_capacity_), 0);
   if (options_.store) {
     dirty_.resize(static_cast<size_t>(row_capacity_), 0);
     options_.store->Attach();
@@ -140,6 +141,7 @@ void Table::Close() {
   stamps_ = {};
   changes_.reset();
   dirty_ = {};
+  uses_ = {};
 }
 
 RowsView Table::rows() const {
@@ -262,6 +264,7 @@ void Table::MakeRoom(int64_t rows) {
     if (snapshot_) snapshot_->Grow(capacity);
     if (changes_) changes_->Grow(capacity);
     if (tracks_dirty()) dirty_.resize(static_cast<size_t>(capacity), 0);
+    if (counts_apart()) uses_.resize(static_cast<size_t>(capacity), 0);
     row_capacity_ = capacity;
   }
   index_->Reserve(rows);

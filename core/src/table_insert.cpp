@@ -106,9 +106,10 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
 // since their gradients are lost; over a store the table rather grows.
 Slot Table::Victim(uint64_t hash) const {
   const auto is_pinned = [&](Row row) { return stamps_[static_cast<size_t>(row)] >= stamp_ - 1; };
-  const Slot slot = index_->Victim(hash, is_pinned);
+  const auto worth = [&](const IndexEntry& entry) { return Worth(entry); };
+  const Slot slot = index_->Victim(hash, is_pinned, worth);
   if (slot != kNoSlot || MayExceedBudget()) return slot;
-  return index_->Victim(hash, [&](Row row) { return IsStamped(row); });
+  return index_->Victim(hash, [&](Row row) { return IsStamped(row); }, worth);
 }
 
 // Gives the row of a slot to a newcomer.
@@ -130,14 +131,14 @@ void Table::EvictAside(Newcomers& fresh) {
   index_->VisitOverflow([&](Slot, const IndexEntry& entry) {
     if (stamps_[static_cast<size_t>(entry.row)] < stamp_ - 1) aside.push_back(entry);
   });
-  std::sort(aside.begin(), aside.end(), [](const IndexEntry& a, const IndexEntry& b) {
-    return std::pair(a.score, HashKey(a.key)) < std::pair(b.score, HashKey(b.key));
+  std::sort(aside.begin(), aside.end(), [this](const IndexEntry& a, const IndexEntry& b) {
+    return std::pair(Worth(a), HashKey(a.key)) < std::pair(Worth(b), HashKey(b.key));
   });
   int64_t newcomer = fresh.plain;
   for (const IndexEntry& entry : aside) {
     if (newcomer == fresh.size()) return;
     const Slot other = Victim(fresh.hashes[static_cast<size_t>(newcomer)]);
-    if (other != kNoSlot && index_->score(other) <= entry.score) return;
+    if (other != kNoSlot && Worth(index_->entry(other)) <= Worth(entry)) return;
     Evict(index_->Find(entry.key), newcomer++, fresh);
   }
 }
@@ -289,6 +290,12 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   }
   stats_.refusals += refused;
   for (size_t i = 0; i < missing.size(); ++i) rows[missing[i]] = fresh.rows[fresh.number[i]];
+  if (counts_apart()) {
+    for (const Row row : fresh.rows) {
+      if (row != kMissingRow) uses_[static_cast<size_t>(row)] = 0;
+    }
+    for (const uint32_t i : missing) CountUses(rows + i, 1);
+  }
   return refused;
 }
 

@@ -123,12 +123,23 @@ void Table::FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score) 
   });
 }
 
+void Table::CountUses(const Row* rows, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (rows[i] == kMissingRow) continue;
+    std::atomic_ref<uint32_t> uses(uses_[static_cast<size_t>(rows[i])]);
+    if (uses.load(std::memory_order_relaxed) < UINT32_MAX / 2) {
+      uses.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+}
+
 void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto find = ActiveKernels().find;
   const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
     find(view, keys.data(), n, nullptr, rows, score.update, score.score);
+    if (counts_apart() && score.update != ScoreUpdate::kKeep) CountUses(rows, n);
     return;
   }
   // The score of a hit changes as well, so its row is announced first.
@@ -142,6 +153,7 @@ void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score)
     BeforeChange(index_->entry(slots[i]));
     RenewScore(view.score(slots[i]), score.update, score.score);
   }
+  if (counts_apart()) CountUses(rows, n);
 }
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,

@@ -110,6 +110,7 @@ class Table:
             initializer=options.initializer.code,
             initializer_values=options.initializer.values(),
             score_strategy=int(options.score_strategy),
+            evict_least_used=options.evict_least_used,
             seed=self.seed,
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,

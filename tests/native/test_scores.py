@@ -223,3 +223,60 @@ def test_the_eviction_log_can_be_switched_on_for_a_while():
     table.set_eviction_log(embstore.EvictionLog.OFF)
     table.find_or_insert(np.arange(400, 405))
     assert len(table.evictions()) == 0
+
+
+@pytest.mark.parametrize("strategy", ["timestamp", "step", "customized", "lfu"])
+def test_the_least_used_key_goes_first_whatever_its_score(strategy):
+    """Against a dict that counts: with one bucket the order of eviction is exact."""
+    table = embstore.Table(
+        "t",
+        dim=1,
+        score_strategy=strategy,
+        evict_least_used=True,
+        init_capacity=16,
+        max_capacity=16,
+        bucket_capacity=16,
+    )
+    counts: dict[int, int] = {}
+    rng = np.random.default_rng(3)
+    for step in range(1, 60):
+        if strategy == "customized":
+            table.score = 1000 - step  # the other way round
+        keys = rng.zipf(1.3, 8) % 40
+        new = [k for k in dict.fromkeys(keys.tolist()) if k not in counts]
+        table.find_or_insert(keys)
+        for key in keys.tolist():
+            if key in counts:
+                counts[key] += 1
+        old = dict(counts)
+        for key in new:
+            counts[key] = keys.tolist().count(key)
+        present = {k for k in counts if table.contains([k])[0]}
+        gone = set(counts) - present
+        assert set(new) <= present and len(present) <= 16
+        kept = [old[k] for k in old if k in present and k not in keys.tolist()]
+        assert not gone or not kept or max(old[k] for k in gone) <= min(kept), (gone, kept)
+        counts = {k: counts[k] for k in present}
+    assert table.stats().evictions > 0
+    if strategy == "step":
+        assert (table.rows().scores <= 59).all()  # scores stay what the strategy makes them
+
+
+def test_counts_of_keys_survive_growth_and_threads_give_the_same_victims():
+    def kept(threads):
+        embstore.set_num_threads(threads)
+        table = embstore.Table(
+            "t", dim=2, evict_least_used=True, score_strategy="step", init_capacity=128, max_capacity=4096
+        )
+        rng = np.random.default_rng(7)
+        for _ in range(40):
+            table.find_or_insert(rng.zipf(1.2, 2000) % 20_000)
+        return table.rows()
+
+    before = embstore.get_num_threads()
+    try:
+        one, four = kept(1), kept(4)
+    finally:
+        embstore.set_num_threads(before)
+    np.testing.assert_array_equal(one.keys, four.keys)
+    np.testing.assert_array_equal(one.values, four.values)

@@ -120,11 +120,15 @@ class KeyIndex {
   }
 
   // The slot of the stripe to give up for a key with this hash: of the home bucket, or else of the
-  // second one, or else of a few others, that with the smallest score that `is_protected(row)` lets
-  // go. Of equal scores the smallest HashKey goes, so the choice does not depend on the order of
-  // arrival. kNoSlot when all are protected.
+  // second one, or else of a few others, that with the smallest worth(entry), such as its score,
+  // that `is_protected(row)` lets go. Of equal ones the smallest HashKey goes, so the choice does
+  // not depend on the order of arrival. kNoSlot when all are protected.
+  template <typename IsProtected, typename Worth>
+  Slot Victim(uint64_t hash, const IsProtected& is_protected, const Worth& worth) const;
   template <typename IsProtected>
-  Slot Victim(uint64_t hash, const IsProtected& is_protected) const;
+  Slot Victim(uint64_t hash, const IsProtected& is_protected) const {
+    return Victim(hash, is_protected, [](const IndexEntry& entry) { return entry.score; });
+  }
 
   void Erase(Slot slot);  // does not count; other slots of the overflow area may change
   // Takes an Erase back; all that was inserted since has been erased.
@@ -237,8 +241,8 @@ void KeyIndex::VisitOverflow(const Visit& visit) const {
   }
 }
 
-template <typename IsProtected>
-Slot KeyIndex::Victim(uint64_t hash, const IsProtected& is_protected) const {
+template <typename IsProtected, typename Worth>
+Slot KeyIndex::Victim(uint64_t hash, const IsProtected& is_protected, const Worth& worth) const {
   constexpr int64_t kMostBuckets = 8;  // enough for tables of a few buckets to be exact
   const auto bucket_slots = static_cast<Slot>(bucket_groups_ * IndexGroup::kSlots);
   const Stripe stripe = StripeAt(hash);
@@ -246,15 +250,16 @@ Slot KeyIndex::Victim(uint64_t hash, const IsProtected& is_protected) const {
   const int64_t first = stripe.begin / bucket_slots;
   const auto [home, second] = BucketsOf(hash);
   Slot best = kNoSlot;
-  uint64_t best_score = UINT64_MAX, best_hash = UINT64_MAX;
+  uint64_t best_worth = UINT64_MAX, best_hash = UINT64_MAX;
   const auto look = [&](int64_t bucket) {
     const auto begin = static_cast<Slot>(bucket * bucket_slots);
     VisitUsed(begin, begin + bucket_slots, [&](Slot slot, const IndexEntry& e) {
-      if (e.score > best_score || is_protected(e.row)) return;
+      const uint64_t own = worth(e);
+      if (own > best_worth || is_protected(e.row)) return;
       const uint64_t tie = HashKey(e.key);
-      if (best != kNoSlot && e.score == best_score && tie > best_hash) return;
+      if (best != kNoSlot && own == best_worth && tie > best_hash) return;
       best = slot;
-      best_score = e.score;
+      best_worth = own;
       best_hash = tie;
     });
     return best != kNoSlot;
