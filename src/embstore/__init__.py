@@ -27,8 +27,9 @@ from embstore.optimizers import (
 )
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.ownership import Ownership, owner
+from embstore.rows import Rows, Stats
 from embstore.slot_map import SlotMap
-from embstore.table import RefusedKeysError, Rows, Stats, Table
+from embstore.table import RefusedKeysError, Table
 
 if TYPE_CHECKING:
     from embstore.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection

@@ -49,7 +49,8 @@ class DType(enum.IntEnum):
     BFLOAT16 = 2
 
 
-def _as_enum(kind: type[E], name: str, value: object) -> E:
+def as_enum(kind: type[E], name: str, value: object) -> E:
+    """A member of the enum, or its name in any case. Raises ValueError that lists the names."""
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     if isinstance(value, kind):
@@ -131,12 +132,12 @@ class TableOptions:
         if not isinstance(self.initializer, Initializer) or self.initializer.code < 0:
             raise ValueError(f"initializer should be an embstore initializer but is: {self.initializer!r}")
         if not isinstance(self.dtype, DType):
-            put("dtype", _as_enum(DType, "dtype", str(self.dtype).removeprefix("torch.")))
+            put("dtype", as_enum(DType, "dtype", str(self.dtype).removeprefix("torch.")))
         if not isinstance(self.evict_least_used, bool):
             raise ValueError(f"evict_least_used should be True or False but is: {self.evict_least_used!r}")
-        put("score_strategy", _as_enum(ScoreStrategy, "score_strategy", self.score_strategy))
-        put("check_mode", _as_enum(CheckMode, "check_mode", self.check_mode))
-        put("eviction_log", _as_enum(EvictionLog, "eviction_log", self.eviction_log))
+        put("score_strategy", as_enum(ScoreStrategy, "score_strategy", self.score_strategy))
+        put("check_mode", as_enum(CheckMode, "check_mode", self.check_mode))
+        put("eviction_log", as_enum(EvictionLog, "eviction_log", self.eviction_log))
         if self.seed is not None:
             put("seed", self.seed & 0xFFFF_FFFF_FFFF_FFFF)
         # init_capacity has a default, so a small max_capacity alone must be enough.

@@ -22,7 +22,8 @@ from embstore.checkpoint.reading import Dump, verify
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import TableSpec
 from embstore.ownership import owner
-from embstore.table import Rows, Table
+from embstore.rows import Rows
+from embstore.table import Table
 
 
 class Change:

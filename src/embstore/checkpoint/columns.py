@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.spec import TableSpec
-from embstore.table import Rows
+from embstore.rows import Rows
 
 if TYPE_CHECKING:
     import pyarrow

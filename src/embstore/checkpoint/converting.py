@@ -31,8 +31,8 @@ from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import Order, Progress
 from embstore.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Optimizer, from_dict
 from embstore.ownership import Ownership
+from embstore.rows import Rows
 from embstore.sok_files import STATES, DumpReader, DumpWriter, is_sok_dump
-from embstore.table import Rows
 
 FORMATS = (*WRITTEN, "safetensors", "parquet", "sok", "one_embedding")
 # The names of SOK's optimizers say which rule it was, but not its numbers.

@@ -24,7 +24,8 @@ from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.spec import CLOCK_STRATEGIES, ORIGINAL_TYPES, TableSpec
 from embstore.checkpoint.writing import admission_file
 from embstore.ownership import Ownership
-from embstore.table import Rows, Table
+from embstore.rows import Rows
+from embstore.table import Table
 
 MOST_SCORE = (1 << 64) - 1
 MOST_STEP = (1 << 62) - 1

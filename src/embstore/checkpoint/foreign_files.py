@@ -24,7 +24,8 @@ from embstore.checkpoint.names import name_of
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import TableSpec
 from embstore.optimizers import OPTIMIZERS, SGD, Optimizer
-from embstore.table import Rows, Table
+from embstore.rows import Rows
+from embstore.table import Table
 
 Array = npt.NDArray[Any]
 SUFFIXES = (".safetensors", ".parquet")

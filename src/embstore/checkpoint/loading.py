@@ -27,7 +27,8 @@ from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import TableSpec
 from embstore.options import ScoreStrategy
 from embstore.ownership import Ownership, owner
-from embstore.table import Rows, Table
+from embstore.rows import Rows
+from embstore.table import Table
 
 ORDERED_ROWS = 65536  # read at once where rows are placed in the order of their scores
 

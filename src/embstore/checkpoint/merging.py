@@ -18,7 +18,7 @@ from embstore.checkpoint.sources import Source, block_rows, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import Order, Progress, removed_file
 from embstore.ownership import Ownership, owner
-from embstore.table import Rows
+from embstore.rows import Rows
 
 Array = npt.NDArray[Any]
 

@@ -21,8 +21,8 @@ from embstore.checkpoint.files import open_regular
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.writing import Progress
+from embstore.rows import Rows
 from embstore.stores import SsdStore
-from embstore.table import Rows
 
 BLOCK_ROWS = 65536
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from embstore.checkpoint.files import crc32, file_size, open_regular, read_into
 from embstore.checkpoint.layouts import Floats, Part
 from embstore.checkpoint.ranks import CheckpointError
-from embstore.table import Rows
+from embstore.rows import Rows
 
 Array = npt.NDArray[Any]
 Pieces = dict[str, list[tuple[int, int, int]]]  # path -> (offset, bytes, crc)

@@ -26,7 +26,7 @@ from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.parts import PartReader, Pieces
 from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.spec import TableSpec
-from embstore.table import Rows
+from embstore.rows import Rows
 
 VERIFY_BYTES = 32 << 20
 

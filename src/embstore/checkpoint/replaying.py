@@ -18,7 +18,7 @@ from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.log_entries import optim_of
 from embstore.checkpoint.merging import Merged, merge_tables
 from embstore.checkpoint.reading import Dump, collection_folders, is_log, open_dump, what_it_is
-from embstore.table import Rows
+from embstore.rows import Rows
 
 
 class LogTable(Columns):

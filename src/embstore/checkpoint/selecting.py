@@ -9,7 +9,8 @@ import numpy as np
 
 from embstore.checkpoint.dumping import Tables
 from embstore.checkpoint.ranks import ranks_of
-from embstore.table import Rows, Table
+from embstore.rows import Rows
+from embstore.table import Table
 
 
 def rows_since(

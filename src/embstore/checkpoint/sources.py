@@ -14,7 +14,8 @@ import numpy.typing as npt
 from embstore.arrays import address
 from embstore.checkpoint.spec import TableSpec
 from embstore.ownership import Ownership
-from embstore.table import Rows, Table
+from embstore.rows import Rows
+from embstore.table import Table
 
 BLOCK_BYTES = 4 << 20
 

@@ -37,7 +37,8 @@ from embstore.checkpoint.parts import Array
 from embstore.checkpoint.ranks import CheckpointError, ranks_of
 from embstore.checkpoint.spec import TableSpec
 from embstore.ownership import Ownership, owner
-from embstore.table import Rows, Table
+from embstore.rows import Rows
+from embstore.table import Table
 
 _PART = re.compile(
     r"(?P<table>.+)\.rank_(?P<rank>\d+)_of_(?P<world>\d+)\.(?P<field>keys|values|states|scores|admission|spec)"

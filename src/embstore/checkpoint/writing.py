@@ -28,7 +28,7 @@ from embstore.checkpoint.layouts import Column, arguments_file, columns_to_write
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.ranks import Ranks
 from embstore.checkpoint.sources import Source, block_rows, empty_block, head
-from embstore.table import Rows
+from embstore.rows import Rows
 
 Progress = Callable[[int, int], None]  # bytes written by this rank, and of how many
 Pieces = dict[str, list[tuple[int, int, int]]]  # file -> (offset, bytes, crc)

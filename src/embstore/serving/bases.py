@@ -32,7 +32,7 @@ from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
 from embstore.checkpoint.spec import TableSpec
-from embstore.options import DType
+from embstore.options import DType, as_enum
 
 NAME = "serving.json"
 FORMAT = "embstore-serving"
@@ -50,15 +50,6 @@ class RowDType(enum.IntEnum):
     FLOAT16 = 1
     BFLOAT16 = 2
     INT8 = 3
-
-    @staticmethod
-    def of(value: object) -> RowDType:
-        if isinstance(value, str) and value.upper() in RowDType.__members__:
-            return RowDType[value.upper()]
-        if isinstance(value, RowDType):
-            return value
-        known = ", ".join(repr(name.lower()) for name in RowDType.__members__)
-        raise ValueError(f"dtype should be one of {known} but is: {value!r}")
 
 
 @dataclass(frozen=True)
@@ -202,7 +193,7 @@ def prepare(
 
         embstore.serving.prepare("/data/monday", "/data/monday-int8", dtype="int8")
     """
-    kind = RowDType.of(dtype)
+    kind = as_enum(RowDType, "dtype", dtype)
     write_base(open_dump(source), Path(target), kind, rows_inside=True)
     return Path(target)
 
@@ -292,7 +283,7 @@ def open_base(path: Path, missing: str, dump: Dump | None = None) -> Base:
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         raise CheckpointError(f"{path / NAME}: is not a serving base of version {VERSION}")
     try:
-        dtype = RowDType.of(document["dtype"])
+        dtype = as_enum(RowDType, "dtype", document["dtype"])
         tables = {
             (collection, name): _open_table(path, collection, TableSpec.from_dict(facts["spec"]),
                                             facts, dtype, missing, dump)

@@ -28,6 +28,7 @@ from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import Dump, open_dump
 from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote
 from embstore.checkpoint.writing import removed_file
+from embstore.options import as_enum
 from embstore.serving.bases import (
     RowDType,
     Tables,
@@ -146,7 +147,7 @@ class Reader:
             raise TypeError(f"options should be given with a URL alone but are: {', '.join(options)}")
         if missing not in ("zero", "initial"):
             raise ValueError(f"missing should be 'zero' or 'initial' but is: {missing!r}")
-        self._dtype = RowDType.of(dtype)
+        self._dtype = as_enum(RowDType, "dtype", dtype)
         self._missing = missing
         self._cache = default_cache() if cache is None else Path(cache)
         self._mirror: Mirror | None = None

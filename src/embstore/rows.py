@@ -1,0 +1,50 @@
+"""What a table hands out about itself: rows in plain arrays, and counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in plain arrays: keys (n), values (n, dim), states (n, state width), scores (n)."""
+
+    keys: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    states: npt.NDArray[np.float32]
+    scores: npt.NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @staticmethod
+    def concatenate(blocks: list[Rows]) -> Rows:
+        """One block with the rows of all of them, in order. REQUIRES at least one block."""
+        return Rows(*(np.concatenate([getattr(b, f.name) for b in blocks]) for f in fields(Rows)))
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of a table since it was made, and its sizes now.
+
+    inserts counts the rows that took a slot, fetches those of them that came from the store below, and
+    write_backs the rows that went down to it. dropped_gradients counts rows that were evicted although a
+    live batch had them, because no other row could go: the gradients of that batch skip them.
+    """
+
+    size: int
+    capacity: int
+    max_capacity: int
+    hits: int
+    inserts: int
+    evictions: int
+    refusals: int
+    log_dropped: int
+    unadmitted: int
+    bytes: int
+    fetches: int
+    write_backs: int
+    dropped_gradients: int
