@@ -44,6 +44,12 @@ class Keys:
     shape: tuple[int, ...]
     device: torch.device | None  # None: numpy
 
+    def numpy(self) -> npt.NDArray[np.int64]:
+        """The keys as numpy, in the memory of `array`. `np.array` of a tensor warns: torch's `__array__`
+        does not take the argument `copy` that numpy 2 passes."""
+        numpy: npt.NDArray[np.int64] = self.array if self.device is None else self.array.numpy()
+        return numpy
+
     def like(self, array: npt.NDArray[Any]) -> Array:
         """A result of the engine as numpy or as a tensor on the device of the keys."""
         if self.device is None:

@@ -171,7 +171,7 @@ class Table:
         values, states = empty_floats(k.n, self.dim), empty_floats(k.n, self.state_width)
         scores = np.empty(k.n, np.uint64)
         self._core.read(k.address, k.n, address(values), address(states), address(scores), 0)
-        return Rows(np.array(k.array, np.int64).reshape(-1), values, states, scores)
+        return Rows(k.numpy().flatten(), values, states, scores)
 
     def find_or_insert(self, keys: object) -> Array:
         """Vectors of the keys, as a training batch: missing keys are inserted, scores renewed."""
@@ -259,7 +259,7 @@ class Table:
             raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")
         k = as_keys(keys)
         g = as_floats(gradients, (*k.shape, self.dim), "gradients")
-        if missing == "error" and not np.all(self.contains(np.asarray(k.array))):
+        if missing == "error" and not np.all(self.contains(k.numpy())):
             raise KeyError(f"keys should all be in table {self.name!r} but some are not")
         step = self.step_options(count=False)
         self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step, renew_scores)

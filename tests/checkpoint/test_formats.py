@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,12 +95,3 @@ def files_by_key(folder: Path) -> dict[str, list[bytes]]:
 def test_rows_are_written_byte_for_byte_as_in_version_1(tmp_path: Path, layout: str) -> None:
     embstore.dump(tmp_path / "d", {"model": {"user": golden_table()}}, optim=True, layout=layout)
     assert files_by_key(tmp_path / "d" / "model") == files_by_key(GOLDEN / layout / "model")
-
-
-def test_the_examples_of_the_guide_run(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "dumps.md").read_text()
-    names: dict[str, Any] = {"path": tmp_path}
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(code, "docs/dumps.md", "exec"), names)
-    require_same(names["table"], names["server"])
-    assert names["found"].tolist() == [True, False]

@@ -18,6 +18,7 @@ USES = [
     ("tensorflow", "tensorflow", "import sparse_operation_kit"),
     ("redis", "redis", REDIS),
     ("hiredis", "redis", REDIS),
+    ("fastapi", "serve", "import embstore.serving.server"),
 ]
 
 

@@ -343,3 +343,23 @@ def test_statistics_add_up():
     stats = table.stats()
     assert stats.inserts - stats.evictions == stats.size == len(table) == len(as_dict(table))
     assert stats.hits > 0 and stats.bytes > 0 and stats.capacity == table.capacity <= stats.max_capacity
+
+
+class Tagged(torch.Tensor):
+    """A subclass, as those of TorchRec and DTensor are."""
+
+
+@pytest.mark.parametrize(
+    "kind", [np.asarray, torch.as_tensor, lambda k: torch.as_tensor(k).as_subclass(Tagged)]
+)
+def test_reading_rows_copies_the_keys_and_warns_of_nothing(kind):
+    table = small_table()
+    keys = np.array([[7, -1], [7, 2**62]], np.int64)
+    values = table.find_or_insert(keys).reshape(4, -1)
+    given = kind(keys.copy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = table.read(given)
+    given[:] = 0
+    assert type(rows.keys) is np.ndarray and rows.keys.tolist() == [7, -1, 7, 2**62]
+    np.testing.assert_array_equal(rows.values, values)

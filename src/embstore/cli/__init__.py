@@ -1,11 +1,21 @@
-"""The command `embstore`: looks into dumps and logs, checks them and rewrites them."""
+"""The command `embstore`: looks into dumps and logs, checks, rewrites and serves them."""
 
 from __future__ import annotations
 
 import sys
 
 # Packages that commands need, and the extra of embstore that installs them.
-EXTRAS = {"typer": "cli", "rich": "cli", "pyarrow": "files", "safetensors": "files", "matplotlib": "plot"}
+EXTRAS = {
+    "typer": "cli",
+    "rich": "cli",
+    "pyarrow": "files",
+    "safetensors": "files",
+    "matplotlib": "plot",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+    "swagger_ui_bundle": "serve",
+}
 WRONG_USE = 2
 
 

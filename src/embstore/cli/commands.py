@@ -3,6 +3,7 @@
     embstore inspect /data/monday            embstore diff /data/monday /data/tuesday
     embstore verify /data/monday             embstore convert /data/monday out --to v2
     embstore get /data/monday 7 -- -1        embstore merge /data/log out
+    embstore serve /data/log --port 8200     embstore doctor
 
 Exit codes: 0 all is well, 1 a difference was found or a key is missing, 2 wrong use (also: not a dump),
 3 the dump is damaged.
@@ -11,6 +12,7 @@ Exit codes: 0 all is well, 1 a difference was found or a key is missing, 2 wrong
 from __future__ import annotations
 
 import json
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as Grid
 
+import embstore
 from embstore.arrays import as_integer
 from embstore.checkpoint import converting
 from embstore.checkpoint.columns import Columns
@@ -31,9 +34,11 @@ from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import is_log
 from embstore.checkpoint.replaying import open_any
-from embstore.cli import WRONG_USE, missing_extra
+from embstore.cli import WRONG_USE, doctor, missing_extra
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look into dumps, check and rewrite them.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Look into dumps; check, rewrite and serve them."
+)
 out, errors = Console(), Console(stderr=True)
 
 DIFFERENT, DAMAGED = 1, 3
@@ -44,6 +49,21 @@ DumpPath = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 OneTable = Annotated[str, typer.Option("--table", help="only tables of this name, or collection/name")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"embstore {embstore.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 @contextmanager
@@ -343,6 +363,55 @@ def convert(
         options = converting.OneEmbeddingOptions(snapshot, dim, optimizer)
         _with_progress(lambda report: converting.convert(path, target, to, report, options), "converting")
         out.print(f"{target}: {to}", highlight=False)
+
+
+@app.command()
+def serve(
+    path: Annotated[Path, typer.Argument(help="the folder of a dump, a log or a prepared base")],
+    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="the port to listen on")] = 8200,
+    workers: Annotated[int, typer.Option(help="processes; they share the memory of the rows")] = 1,
+    dtype: Annotated[str, typer.Option(help="of rows: float32, float16, bfloat16 or int8")] = "float32",
+    token_file: Annotated[Path | None, typer.Option(help="holds the token that clients send")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answers lookups over HTTP until SIGINT or SIGTERM; follows a log as it grows."""
+    with _refusals():
+        from embstore.serving import server
+
+        as_integer(port, 1, 65535, "--port")
+        as_integer(workers, 1, 1024, "--workers")
+        token = None if token_file is None else str(token_file)
+
+        def listen() -> None:
+            _require_free(host, port)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            started = {"path": str(path), "url": url, "workers": workers, "dtype": dtype}
+            text = json.dumps(started) if as_json else f"serving {path}\n{url}  (Ctrl-C stops)"
+            typer.echo(text)
+
+        server.serve(
+            path, host=host, port=port, workers=workers, dtype=dtype, token_file=token, before_start=listen
+        )
+
+
+def _require_free(host: str, port: int) -> None:
+    """A port that is taken, or a host that is not ours, is one line here and a traceback in a worker."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port} cannot be used: {error.strerror}") from error
+
+
+@app.command("doctor")
+def show_doctor(as_json: Json = False) -> None:
+    """Versions, instruction set, threads, memory, disk, extras, and the speed of a lookup."""
+    with _refusals():
+        facts = doctor.examine()
+        typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(doctor.lines(facts)))
 
 
 @app.command()

@@ -85,7 +85,7 @@ class State:
             vectors, found = served.find(ids)
             return vectors, found
         keys = as_keys(ids, "ids")
-        vectors, found = served.find(np.asarray(keys.array).reshape(keys.shape))
+        vectors, found = served.find(keys.numpy().reshape(keys.shape))
         return keys.like(vectors), keys.like(found)
 
     def bags(

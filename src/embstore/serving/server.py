@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from embstore.extras import missing
 from embstore.serving.reader import Reader, State
 from embstore.serving.wire import Ids, WireError, pack_response, unpack_request
 
@@ -36,7 +37,7 @@ try:
     from pydantic import BaseModel, Field
     from starlette.types import Message, Receive, Scope, Send
 except ImportError as error:
-    raise ImportError(f"serving over HTTP needs: pip install 'embstore[serve]' ({error})") from error
+    raise missing("serving over HTTP", "serve", error) from error
 
 BINARY = "application/octet-stream"
 _IN_THE_LOOP_IDS = 16384  # a lookup of so many ids takes less than handing it to a thread and back
@@ -319,11 +320,20 @@ def create_app(reader: Reader, options: ServerOptions | None = None) -> FastAPI:
 _SETTINGS = "EMBSTORE_SERVE_SETTINGS"
 
 
+def _token(file: str | None) -> str:
+    """The token in a file; "" without one. An empty file would open the server to everybody."""
+    if file is None:
+        return ""
+    token = Path(file).read_text().strip()
+    if not token:
+        raise ValueError(f"token_file should hold a token but is empty: {file}")
+    return token
+
+
 def app_from_environment() -> FastAPI:
     """What each worker of `serve` runs; the settings come through the environment, as workers are spawned."""
     settings = json.loads(os.environ[_SETTINGS])
-    token_file = settings.pop("token_file")
-    token = Path(token_file).read_text().strip() if token_file else ""
+    token = _token(settings.pop("token_file"))
     reader = Reader(settings.pop("path"), dtype=settings.pop("dtype"), cache=settings.pop("cache"))
     return create_app(reader, ServerOptions(token=token, **settings))
 
@@ -337,16 +347,28 @@ def serve(
     dtype: str = "float32",
     cache: str | None = None,
     token_file: str | None = None,
+    before_start: Callable[[], None] | None = None,
     **limits: Any,
 ) -> None:
     """Serves a dump, a prepared base or an increment log until SIGINT or SIGTERM.
 
     `limits` are fields of `ServerOptions`. Several workers map the same files, so they share the memory of
-    the rows. Each worker has its own metrics.
-    """
-    import uvicorn
+    the rows. Each worker has its own metrics. `before_start` is called when the arguments and the files are
+    known to be good, just before workers start.
 
-    Reader(path, dtype=dtype, cache=cache)  # a mistake shows here, once, before workers start
+    Raises FileNotFoundError when there is nothing at `path` or no `token_file`, CheckpointError when the dump
+    is damaged, ValueError for a limit, dtype or token that cannot be used.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise missing("serving over HTTP", "serve", error) from error
+
+    # A mistake shows here, once, before workers start.
+    ServerOptions(token=_token(token_file), **limits)
+    Reader(path, dtype=dtype, cache=cache)
+    if before_start is not None:
+        before_start()
     settings = {"path": os.fspath(path), "dtype": dtype, "cache": cache, "token_file": token_file, **limits}
     os.environ[_SETTINGS] = json.dumps(settings)
     uvicorn.run(

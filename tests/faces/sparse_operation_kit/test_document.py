@@ -5,7 +5,6 @@ followed: 15 x 16 tables on two ranks are [8, 16] and [7, 16]; the printed embed
 7 x 5 tables, and of "sum" twice.
 """
 
-import re
 import runpy
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 import sparse_operation_kit as sok
-from embstore.sok_files import file_prefix
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,18 +100,6 @@ def test_the_document_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     np.testing.assert_array_equal(keys[0], [1, 3, 4, 5])
     np.testing.assert_array_equal(keys[1], [1, 2, 3])
     assert [v.shape for v in values] == [(4, 16), (3, 16)]
-
-
-def test_the_examples_of_the_guide_run(tmp_path, monkeypatch):
-    guide = (ROOT / "docs" / "sparse_operation_kit.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(blocks[0], names)
-    assert len(blocks) == 2 and int(names["users"].size[0]) == 3
-    name = file_prefix(names["users"].name)
-    exec(blocks[1].replace("user_0", name), names)
-    assert names["table"].states["Adam-m"].shape == (3, 16)
 
 
 def test_the_numbers_in_its_comments_are_those_of_the_tables_they_were_made_with():
