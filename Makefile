@@ -56,6 +56,8 @@ checksum = $(firstword $(shell printf '%s' '$(1)' | cksum))
 stamp = $(VENV)/.done-$(1).$(call checksum,$(PIP_$(1)))
 STAMPS := $(foreach s,$(STEPS),$(call stamp,$(s)))
 PACKAGE := build/.done-package
+# An editable install keeps a list of modules, so it is repeated when one comes or goes.
+MODULES := build/.modules.$(call checksum,$(sort $(shell find src -name '*.py')))
 
 .PHONY: setup demo test lint format bench sanitize clean help test-cpp test-py
 
@@ -100,7 +102,10 @@ endef
 $(foreach program,redis-server chromium,$(eval $(call system_program,$(program))))
 
 # The C++ tests share this build directory, so the engine is compiled once for both.
-$(PACKAGE): $(STAMPS) $(PACKAGE_SOURCES)
+$(MODULES):
+	@mkdir -p build; rm -f build/.modules.*; touch $@
+
+$(PACKAGE): $(STAMPS) $(PACKAGE_SOURCES) $(MODULES)
 	@mkdir -p build; touch $@-started  # a file saved while this runs has to count as newer
 	$(call step,embstore,$(BIN)/python -m pip install --no-input --no-build-isolation --no-deps \
 	  -C build-dir=build/cpp -C cmake.define.EMBSTORE_BUILD_TESTS=ON -e .)

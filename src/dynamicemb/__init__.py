@@ -17,26 +17,35 @@ from dynamicemb.dtypes import (
     torch_to_dyn_emb,
 )
 from dynamicemb.dump_load import DynamicEmbDump, DynamicEmbLoad
-from dynamicemb.optimizers import OptimizerArgs
-from dynamicemb.options import (
+from dynamicemb.embedding_admission import FrequencyAdmissionStrategy, KVCounter
+from dynamicemb.enumerations import (
     BATCH_SIZE,
     BATCH_SIZE_PER_DUMP,
+    BUCKET_ALIGNMENT,
     DEFAULT_INDEX_TYPE,
+    DEMB_TABLE_ALIGN_SIZE,
+    MAX_BUCKET_CAPACITY,
     DynamicEmbCheckMode,
     DynamicEmbEvictStrategy,
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
     DynamicEmbPoolingMode,
     DynamicEmbScoreStrategy,
-    DynamicEmbTableOptions,
-    FrequencyAdmissionStrategy,
-    HKVConfig,
 )
+from dynamicemb.optimizers import OptimizerArgs
+from dynamicemb.options import DynamicEmbTableOptions, HKVConfig
+from dynamicemb.score_strategies import ScoreStrategy
+from dynamicemb.sizing import align_to_table_size, get_sharded_table_capacity, get_table_value_bytes
+from dynamicemb.types import AdmissionStrategy, Counter
 
 __all__ = [
+    "AdmissionStrategy",
     "BATCH_SIZE",
     "BATCH_SIZE_PER_DUMP",
+    "BUCKET_ALIGNMENT",
+    "Counter",
     "DEFAULT_INDEX_TYPE",
+    "DEMB_TABLE_ALIGN_SIZE",
     "DynamicEmbCheckMode",
     "DynamicEmbDataType",
     "DynamicEmbDump",
@@ -50,10 +59,16 @@ __all__ = [
     "EmbOptimType",
     "FrequencyAdmissionStrategy",
     "HKVConfig",
+    "KVCounter",
+    "MAX_BUCKET_CAPACITY",
     "OptimizerArgs",
+    "ScoreStrategy",
+    "align_to_table_size",
     "data_type_to_dtype",
     "data_type_to_dyn_emb",
     "dyn_emb_to_torch",
+    "get_sharded_table_capacity",
+    "get_table_value_bytes",
     "string_to_evict_strategy",
     "torch_to_dyn_emb",
 ]

@@ -22,14 +22,34 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 
+from dynamicemb.checkpoint_files import (
+    encode_checkpoint_file_path,
+    encode_counter_checkpoint_file_path,
+    encode_meta_json_file_path,
+    find_files,
+    get_loading_files,
+)
+from dynamicemb.enumerations import MAX_BUCKET_CAPACITY, DynamicEmbPoolingMode
 from dynamicemb.lookup import BagLookup, KeyLookup, Lookup
 from dynamicemb.optimizers import OptimizerArgs
-from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
+from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.scores import get_score, set_score
 from dynamicemb.tables import HoldsDynamicTables, engine_options, make_table
+from dynamicemb.unavailable import unavailable_class
 from embstore.batch import as_key_tensor, as_weights
 from embstore.distributed.ranks import Ranks
+
+__all__ = [
+    "BatchedDynamicEmbeddingTables",
+    "BatchedDynamicEmbeddingTablesV2",
+    "StorageLayout",
+    "encode_checkpoint_file_path",
+    "encode_counter_checkpoint_file_path",
+    "encode_meta_json_file_path",
+    "find_files",
+    "get_loading_files",
+]
 
 _OPTIMIZER_ARGS = {field.name for field in dataclasses.fields(OptimizerArgs)}
 
@@ -95,7 +115,7 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
         fused_params = self.optimizer_args.fused_params(optimizer)
         tables = []
         for name, option in zip(names, table_options, strict=True):
-            planned = dataclasses.replace(option, init_capacity=option.init_capacity or option.max_capacity)
+            planned = _planned(option)
             engine = engine_options(name, option.dim or 0, planned, fused_params, torch.initial_seed())
             tables.append(make_table(engine, planned))
         self.dynamic_tables = dict(zip(names, tables, strict=True))
@@ -130,6 +150,7 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
         ):
             if value is not None:
                 raise ValueError(f"{name} should be None but is: {value!r}")
+        self.check_trained()
         keys, starts = as_key_tensor(indices, "indices"), as_key_tensor(offsets, "offsets")
         features = len(self.feature_table_map)
         samples, rest = divmod(starts.numel() - 1, features)
@@ -177,6 +198,23 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
 
     def reset_cache_states(self) -> None:
         """Nothing is cached."""
+
+
+BatchedDynamicEmbeddingTablesV2 = unavailable_class(
+    "BatchedDynamicEmbeddingTablesV2", __name__, "use BatchedDynamicEmbeddingTables of this module"
+)
+StorageLayout = unavailable_class(
+    "StorageLayout", __name__, "rows live in host memory, or below it in `external_storage`"
+)
+
+
+def _planned(option: DynamicEmbTableOptions) -> DynamicEmbTableOptions:
+    """Complete, and with the capacity as it was given unless it is to be one bucket."""
+    if option.bucket_capacity == MAX_BUCKET_CAPACITY:
+        rows, dim = option.max_capacity or 0, option.dim or 0
+        dtype = option.embedding_dtype or torch.float32
+        return option.completed(num_embeddings=rows, dim=dim, rows=rows, dtype=dtype)
+    return dataclasses.replace(option, init_capacity=option.init_capacity or option.max_capacity)
 
 
 def _checked_map(feature_table_map: Sequence[int] | None, tables: int) -> list[int]:

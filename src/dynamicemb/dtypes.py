@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchrec.modules.embedding_configs import DataType
 
-from dynamicemb.options import DynamicEmbEvictStrategy
+from dynamicemb.enumerations import DynamicEmbEvictStrategy
 
 
 class DynamicEmbDataType(enum.Enum):
@@ -56,6 +56,8 @@ _OF_TORCHREC = {
 _EVICT_STRATEGIES = {
     "KLru": DynamicEmbEvictStrategy.LRU,
     "KLfu": DynamicEmbEvictStrategy.LFU,
+    "KEpochLru": DynamicEmbEvictStrategy.EPOCH_LRU,
+    "KEpochLfu": DynamicEmbEvictStrategy.EPOCH_LFU,
     "KCustomized": DynamicEmbEvictStrategy.CUSTOMIZED,
 }
 

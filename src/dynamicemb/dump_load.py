@@ -9,9 +9,23 @@ import torch.distributed as dist
 from torch import nn
 
 import embstore
-from dynamicemb.discovery import find_collections, resolve
+from dynamicemb.discovery import (
+    check_emb_collection_modules,
+    find_collections,
+    find_sharded_modules,
+    get_dynamic_emb_module,
+    resolve,
+)
 from dynamicemb.tables import DynamicTable
 from embstore.checkpoint import DumpHandle
+
+__all__ = [
+    "DynamicEmbDump",
+    "DynamicEmbLoad",
+    "check_emb_collection_modules",
+    "find_sharded_modules",
+    "get_dynamic_emb_module",
+]
 
 Selection = dict[str, dict[str, DynamicTable]]
 TableNames = Mapping[str, Sequence[str]] | Sequence[str] | None

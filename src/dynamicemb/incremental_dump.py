@@ -14,7 +14,7 @@ from torch import nn
 
 import embstore
 from dynamicemb.discovery import find_collections, resolve
-from dynamicemb.scores import get_score, set_score
+from dynamicemb.scores import get_score, set_score, shown_score
 from embstore.checkpoint.selecting import rows_since
 
 __all__ = ["get_score", "incremental_dump", "set_score"]
@@ -75,7 +75,11 @@ def incremental_dump(
         }
         for path, of_tables in rows.items()
     }
-    return tensors, scores
+    shown = {
+        path: {name: shown_score(tables[path][name], score) for name, score in of_tables.items()}
+        for path, of_tables in scores.items()
+    }
+    return tensors, shown
 
 
 def _check(threshold: Threshold) -> None:

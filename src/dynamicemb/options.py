@@ -10,7 +10,7 @@ DynamicEmbTableOptions(
 from __future__ import annotations
 
 import dataclasses
-import enum
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,137 +19,26 @@ from typing import Any
 import torch
 
 import embstore
+from dynamicemb.embedding_admission import FrequencyAdmissionStrategy, KVCounter
+from dynamicemb.enumerations import (
+    BUCKET_ALIGNMENT,
+    DEFAULT_INDEX_TYPE,
+    MAX_BUCKET_CAPACITY,
+    DynamicEmbCheckMode,
+    DynamicEmbEvictStrategy,
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbScoreStrategy,
+)
+from dynamicemb.score_strategies import ScoreStrategy, normalize_score_strategy
+from dynamicemb.types import AdmissionStrategy, Counter
 from embstore.stores import Store
 
-DEFAULT_INDEX_TYPE = torch.int64
-BATCH_SIZE = 512
-BATCH_SIZE_PER_DUMP = 65536
-BUCKET_ALIGNMENT = 16  # a bucket is a multiple of this many rows
+logger = logging.getLogger(__name__)
 
-
-class DynamicEmbCheckMode(enum.IntEnum):
-    """What a training forward does about keys that found no place in the table.
-
-    A key is refused only when its bucket is full of keys of the same batch. Its vector is 0.0 in every
-    mode and its gradient is dropped; `table.stats().refusals` counts it.
-
-    ERROR    raises RuntimeError, on every rank, with the number of refused keys
-    WARNING  warns with that number and goes on
-    IGNORE   goes on
-    """
-
-    ERROR = 0
-    WARNING = 1
-    IGNORE = 2
-
-
-class DynamicEmbInitializerMode(enum.Enum):
-    """How the vector of a new key begins. DEBUG: every component is uint64(key) % 100000."""
-
-    NORMAL = "normal"
-    TRUNCATED_NORMAL = "truncated_normal"
-    UNIFORM = "uniform"
-    CONSTANT = "constant"
-    DEBUG = "debug"
-
-
-class DynamicEmbScoreStrategy(enum.IntEnum):
-    """What the score of a key is; in a full bucket the smallest scores are evicted.
-
-    TIMESTAMP    nanoseconds of the last training forward that used the key
-    STEP         the number of that forward, from 1
-    CUSTOMIZED   what `set_score` said last
-    LFU          how often the key was used, duplicates included
-    NO_EVICTION  timestamps; the table grows beyond its planned rows until memory ends, then MemoryError
-    """
-
-    TIMESTAMP = 0
-    STEP = 1
-    CUSTOMIZED = 2
-    LFU = 3
-    NO_EVICTION = 4
-
-
-class DynamicEmbEvictStrategy(enum.Enum):
-    """Which rows give way. It follows the score strategy; LFU may also be asked for here."""
-
-    LRU = "lru"
-    LFU = "lfu"
-    CUSTOMIZED = "customized"
-
-
-class DynamicEmbPoolingMode(enum.IntEnum):
-    """How the vectors of a bag become one."""
-
-    SUM = 0
-    MEAN = 1
-    NONE = 2
-
-
-@dataclass
-class DynamicEmbInitializerArgs:
-    """Numbers of an initializer; those that its mode has no use for are ignored.
-
-    mode          one of DynamicEmbInitializerMode
-    mean, std_dev of NORMAL and TRUNCATED_NORMAL
-    lower, upper  bounds of UNIFORM, absolute bounds of TRUNCATED_NORMAL. None: 0.0 and 1.0, but the
-                  planner gives UNIFORM -+sqrt(1 / num_embeddings)
-    value         of CONSTANT
-    """
-
-    mode: DynamicEmbInitializerMode = DynamicEmbInitializerMode.UNIFORM
-    mean: float = 0.0
-    std_dev: float = 1.0
-    lower: float | None = None
-    upper: float | None = None
-    value: float = 0.0
-
-    def with_bounds(self, num_embeddings: int) -> DynamicEmbInitializerArgs:
-        """A copy in which the open bounds of UNIFORM are those of a table of this size."""
-        if self.mode is not DynamicEmbInitializerMode.UNIFORM:
-            return dataclasses.replace(self)
-        bound = math.sqrt(1.0 / num_embeddings)
-        return dataclasses.replace(
-            self,
-            lower=-bound if self.lower is None else self.lower,
-            upper=bound if self.upper is None else self.upper,
-        )
-
-    def to_engine(self) -> embstore.Initializer:
-        """The engine's initializer; raises ValueError that names a bad number."""
-        mode = DynamicEmbInitializerMode
-        lower = 0.0 if self.lower is None else self.lower
-        upper = 1.0 if self.upper is None else self.upper
-        if self.mode is mode.UNIFORM:
-            return embstore.Uniform(lower, upper)
-        if self.mode is mode.NORMAL:
-            return embstore.Normal(self.mean, self.std_dev)
-        if self.mode is mode.TRUNCATED_NORMAL:
-            return embstore.TruncatedNormal(self.mean, self.std_dev, lower, upper)
-        if self.mode is mode.CONSTANT:
-            return embstore.Constant(self.value)
-        if self.mode is mode.DEBUG:
-            return embstore.Debug()
-        raise ValueError(f"mode should be a DynamicEmbInitializerMode but is: {self.mode!r}")
-
-
-@dataclass(frozen=True)
-class FrequencyAdmissionStrategy:
-    """A key gets a row once it was seen `threshold` times in training.
-
-    Until then its vector is its initial value and its gradient is dropped. Counting takes about two
-    bytes for each key that was seen.
-    """
-
-    threshold: int
-
-    def __post_init__(self) -> None:
-        if (
-            isinstance(self.threshold, bool)
-            or not isinstance(self.threshold, int)
-            or not 1 <= self.threshold <= 255
-        ):
-            raise ValueError(f"threshold should be an integer from 1 to 255 but is: {self.threshold!r}")
+MAX_THRESHOLD = 255  # what the engine's admission filter counts up to
+_LARGEST_BUCKET = 16384  # rows, of the engine's index
+_SLOW_BUCKET = 4096
 
 
 def _check(condition: bool, name: str, should: str, value: object) -> None:
@@ -159,6 +48,11 @@ def _check(condition: bool, name: str, should: str, value: object) -> None:
 
 def _is_int(value: object, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _is_bytes(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf  # type: ignore[operator]
 
 
 @dataclass(eq=False)
@@ -176,7 +70,8 @@ class HKVConfig:
     init_capacity    rows to begin with, doubled as need be; None: max_capacity
     max_load_factor  the index grows beyond this fraction of its capacity
     evict_strategy   follows score_strategy; LFU makes the strategy LFU
-    bucket_capacity  rows of a bucket, a multiple of 16
+    bucket_capacity  rows of a bucket, a multiple of 16; MAX_BUCKET_CAPACITY makes the part of a rank one
+                     bucket, so that eviction takes the smallest score (up to 16384 rows a rank)
     """
 
     index_type: torch.dtype | None = None
@@ -187,8 +82,8 @@ class HKVConfig:
     max_capacity: int | None = None
     init_capacity: int | None = None
     max_load_factor: float = 0.5
-    global_hbm_for_values: int = 0
-    local_hbm_for_values: int = 0
+    global_hbm_for_values: float = 0
+    local_hbm_for_values: float = 0
     evict_strategy: DynamicEmbEvictStrategy = DynamicEmbEvictStrategy.LRU
     bucket_capacity: int = 128
     block_size: int = 128
@@ -229,24 +124,36 @@ class HKVConfig:
             "above 0 and at most 1",
             factor,
         )
-        for name in ("global_hbm_for_values", "local_hbm_for_values", "reserved_key_start_bit"):
-            _check(_is_int(getattr(self, name), 0), name, "an integer of at least 0", getattr(self, name))
+        for name in ("global_hbm_for_values", "local_hbm_for_values"):
+            value = getattr(self, name)
+            _check(_is_bytes(value), name, "a finite number of at least 0", value)
+        start = self.reserved_key_start_bit
+        _check(_is_int(start, 0), "reserved_key_start_bit", "an integer of at least 0", start)
         for name in ("block_size", "io_block_size", "num_of_buckets_per_alloc"):
             _check(_is_int(getattr(self, name), 1), name, "an integer of at least 1", getattr(self, name))
         _check(
-            _is_int(self.bucket_capacity, 1) and self.bucket_capacity % BUCKET_ALIGNMENT == 0,
+            _is_bucket(self.bucket_capacity),
             "bucket_capacity",
-            f"a multiple of {BUCKET_ALIGNMENT}",
+            f"a multiple of {BUCKET_ALIGNMENT} or MAX_BUCKET_CAPACITY",
             self.bucket_capacity,
         )
         _check(
-            isinstance(self.evict_strategy, DynamicEmbEvictStrategy),
+            self.evict_strategy in _EVICT_STRATEGIES,
             "evict_strategy",
-            "a DynamicEmbEvictStrategy",
+            "DynamicEmbEvictStrategy.LRU, LFU or CUSTOMIZED",
             self.evict_strategy,
         )
 
 
+def _is_bucket(value: object) -> bool:
+    return value == MAX_BUCKET_CAPACITY or (_is_int(value, 1) and value % BUCKET_ALIGNMENT == 0)  # type: ignore[operator]
+
+
+_EVICT_STRATEGIES = (
+    DynamicEmbEvictStrategy.LRU,
+    DynamicEmbEvictStrategy.LFU,
+    DynamicEmbEvictStrategy.CUSTOMIZED,
+)
 OWNERSHIPS = {
     "roundrobin": embstore.Ownership.ROUNDROBIN,
     "hash_roundrobin": embstore.Ownership.HASH_ROUNDROBIN,
@@ -258,7 +165,8 @@ class DynamicEmbTableOptions(HKVConfig):
     """Options of one dynamic table: where its rows live (see HKVConfig) and how they behave.
 
     initializer_args  the vector of a new key
-    score_strategy    which keys give way when the table is full; the same on every rank
+    score_strategy    which keys give way when the table is full; the same on every rank. (X,) is X, and
+                      None is TIMESTAMP
     safe_check_mode   what happens when keys are refused
     dist_type         which rank owns a key: "roundrobin" is uint64(key) % world, "hash_roundrobin" mixes
                       the key first, which spreads patterned ids evenly
@@ -268,17 +176,25 @@ class DynamicEmbTableOptions(HKVConfig):
     caching           with external_storage: memory holds as many rows (vector and optimizer state) as fit
                       global_hbm_for_values, at least a bucket a rank; the rest is in the store. Without a
                       store there is nothing below to cache, and all rows are in memory
+    training          False: rows have no optimizer state and are only read; a forward in train mode raises
+    eval_initializer_args  the vector of a missing key in eval: CONSTANT 0.0
+    admission_counter None or a KVCounter; a table counts in a filter of its own size
 
     Two options are equal when tables that have them may share a group, whatever else differs.
     """
 
     initializer_args: DynamicEmbInitializerArgs = field(default_factory=DynamicEmbInitializerArgs)
-    score_strategy: DynamicEmbScoreStrategy = DynamicEmbScoreStrategy.TIMESTAMP
+    score_strategy: ScoreStrategy | None = DynamicEmbScoreStrategy.TIMESTAMP
     safe_check_mode: DynamicEmbCheckMode = DynamicEmbCheckMode.IGNORE
     dist_type: str = "roundrobin"
-    admit_strategy: FrequencyAdmissionStrategy | None = None
+    admit_strategy: AdmissionStrategy | None = None
     external_storage: Callable[[embstore.TableOptions, int], Store] | None = None
     caching: bool = False
+    training: bool = True
+    eval_initializer_args: DynamicEmbInitializerArgs = field(
+        default_factory=lambda: DynamicEmbInitializerArgs(DynamicEmbInitializerMode.CONSTANT)
+    )
+    admission_counter: KVCounter | Counter | None = None
 
     def validate(self) -> None:
         super().validate()
@@ -289,12 +205,7 @@ class DynamicEmbTableOptions(HKVConfig):
             self.initializer_args,
         )
         self.initializer_args.to_engine()
-        _check(
-            self.score_strategy in tuple(DynamicEmbScoreStrategy),
-            "score_strategy",
-            "a DynamicEmbScoreStrategy",
-            self.score_strategy,
-        )
+        strategy = self.single_strategy
         _check(
             self.safe_check_mode in tuple(DynamicEmbCheckMode),
             "safe_check_mode",
@@ -302,12 +213,8 @@ class DynamicEmbTableOptions(HKVConfig):
             self.safe_check_mode,
         )
         _check(self.dist_type in OWNERSHIPS, "dist_type", f"one of {list(OWNERSHIPS)}", self.dist_type)
-        _check(
-            self.admit_strategy is None or isinstance(self.admit_strategy, FrequencyAdmissionStrategy),
-            "admit_strategy",
-            "None or a FrequencyAdmissionStrategy",
-            self.admit_strategy,
-        )
+        _check_admission(self.admit_strategy, self.admission_counter)
+        _check_eval_initializer(self.eval_initializer_args)
         _check(
             self.external_storage is None or callable(self.external_storage),
             "external_storage",
@@ -315,28 +222,80 @@ class DynamicEmbTableOptions(HKVConfig):
             self.external_storage,
         )
         scored = (DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.CUSTOMIZED)
-        if self.evict_strategy is DynamicEmbEvictStrategy.LFU and self.score_strategy in scored:
+        if self.evict_strategy is DynamicEmbEvictStrategy.LFU and strategy in scored:
             raise ValueError(
-                f"evict_strategy should not be LFU beside the score strategy "
-                f"{DynamicEmbScoreStrategy(self.score_strategy).name}: a row has one score"
+                f"evict_strategy should not be LFU beside the score strategy {strategy.name}: "
+                f"a row has one score"
             )
+
+    @property
+    def single_strategy(self) -> DynamicEmbScoreStrategy:
+        """The score strategy as one of the enumeration. Raises what `normalize_score_strategy` raises, and
+        NotImplementedError for TIMESTAMP and LFU together."""
+        strategy = normalize_score_strategy(self.score_strategy)
+        if strategy is None:
+            return DynamicEmbScoreStrategy.TIMESTAMP
+        if isinstance(strategy, tuple):
+            raise NotImplementedError(
+                "score_strategy of TIMESTAMP and LFU together is not available yet; use LFU for eviction by "
+                "count, or TIMESTAMP for incremental dumps"
+            )
+        return strategy
 
     @property
     def engine_strategy(self) -> embstore.ScoreStrategy:
         """The score strategy in effect."""
-        evicts = self.score_strategy != DynamicEmbScoreStrategy.NO_EVICTION
+        strategy = self.single_strategy
+        evicts = strategy != DynamicEmbScoreStrategy.NO_EVICTION
         if self.evict_strategy is DynamicEmbEvictStrategy.LFU and evicts:
             return embstore.ScoreStrategy.LFU
-        return embstore.ScoreStrategy(int(self.score_strategy))
+        return embstore.ScoreStrategy(int(strategy))
 
     @property
     def ownership(self) -> embstore.Ownership:
         return OWNERSHIPS[self.dist_type]
 
-    def planned(self, *, num_embeddings: int, dim: int, world: int, dtype: torch.dtype) -> Any:
+    def planned(
+        self, *, num_embeddings: int, dim: int, world: int, dtype: torch.dtype
+    ) -> DynamicEmbTableOptions:
         """A copy as the planner completes it; this object is left as it is."""
+        share = self.global_hbm_for_values / world if world > 1 else self.global_hbm_for_values
         capacity = capacity_per_rank(num_embeddings, world, self.bucket_capacity)
-        strategy = self.engine_strategy
+        return dataclasses.replace(
+            self, local_hbm_for_values=math.ceil(share), max_capacity=capacity
+        )._settled(num_embeddings, dim, dtype)
+
+    def completed(
+        self, *, num_embeddings: int, dim: int, rows: int, dtype: torch.dtype
+    ) -> DynamicEmbTableOptions:
+        """A copy of options that a client has planned itself; `rows` are those of a shard, for a table
+        without max_capacity. The capacity is rounded up to whole buckets. Raises ValueError."""
+        self.validate()
+        if self.dim not in (None, -1, dim):
+            raise ValueError(f"dim should be {dim} as in the config of the table but is: {self.dim}")
+        wanted, bucket = self.max_capacity or rows, self.bucket_capacity
+        unit = BUCKET_ALIGNMENT if bucket == MAX_BUCKET_CAPACITY else bucket
+        return dataclasses.replace(
+            self,
+            max_capacity=max(-(-wanted // unit), 1) * unit,
+            local_hbm_for_values=math.ceil(self.local_hbm_for_values),
+        )._settled(num_embeddings, dim, dtype)
+
+    def _settled(self, num_embeddings: int, dim: int, dtype: torch.dtype) -> DynamicEmbTableOptions:
+        """A copy with everything filled in that follows from the capacity and the config."""
+        capacity = self.max_capacity
+        assert capacity is not None
+        if self.score_strategy is None:
+            logger.info("score_strategy is None: rows have timestamps")
+        one_bucket = self.bucket_capacity == MAX_BUCKET_CAPACITY
+        if one_bucket:
+            if capacity > _LARGEST_BUCKET:
+                raise ValueError(
+                    f"bucket_capacity should not be MAX_BUCKET_CAPACITY for more than {_LARGEST_BUCKET} rows "
+                    f"a rank but the table has: {capacity}"
+                )
+            if capacity > _SLOW_BUCKET:
+                logger.warning("a bucket of %d rows: every miss of a full table scans it", capacity)
         evict = {
             embstore.ScoreStrategy.STEP: DynamicEmbEvictStrategy.CUSTOMIZED,
             embstore.ScoreStrategy.CUSTOMIZED: DynamicEmbEvictStrategy.CUSTOMIZED,
@@ -347,12 +306,26 @@ class DynamicEmbTableOptions(HKVConfig):
             index_type=self.index_type or DEFAULT_INDEX_TYPE,
             embedding_dtype=self.embedding_dtype or dtype,
             dim=dim,
-            max_capacity=capacity,
-            init_capacity=min(self.init_capacity or capacity, capacity),
-            local_hbm_for_values=-(-self.global_hbm_for_values // world),
-            evict_strategy=evict.get(strategy, DynamicEmbEvictStrategy.LRU),
+            init_capacity=capacity if one_bucket else min(self.init_capacity or capacity, capacity),
+            bucket_capacity=capacity if one_bucket else self.bucket_capacity,
+            evict_strategy=evict.get(self.engine_strategy, DynamicEmbEvictStrategy.LRU),
+            score_strategy=self.single_strategy,
             initializer_args=self.initializer_args.with_bounds(num_embeddings),
         )
+
+    def get_grouped_key(self) -> dict[str, Any]:
+        """What the original package groups tables by. Here tables of any such options share a module, so
+        `==` compares less."""
+        names = (
+            "training",
+            "caching",
+            "external_storage",
+            "index_type",
+            "dist_type",
+            "score_strategy",
+            "admit_strategy",
+        )
+        return {name: getattr(self, name) for name in names}
 
     def _group(self) -> tuple[Any, ...]:
         return (
@@ -369,7 +342,55 @@ class DynamicEmbTableOptions(HKVConfig):
         return hash(self._group())
 
 
+def _check_admission(strategy: object, counter: object) -> None:
+    _check(
+        strategy is None or isinstance(strategy, AdmissionStrategy),
+        "admit_strategy",
+        "None or an AdmissionStrategy",
+        strategy,
+    )
+    _check(
+        counter is None or isinstance(counter, (KVCounter, Counter)),
+        "admission_counter",
+        "None or a KVCounter",
+        counter,
+    )
+    if isinstance(counter, Counter):
+        raise NotImplementedError(
+            "admission_counter of your own class is not available yet; use KVCounter(capacity)"
+        )
+    if strategy is None:
+        return
+    if not isinstance(strategy, FrequencyAdmissionStrategy):
+        raise NotImplementedError(
+            "admit_strategy of your own class is not available yet; use FrequencyAdmissionStrategy(threshold)"
+        )
+    if strategy.threshold > MAX_THRESHOLD:
+        raise NotImplementedError(
+            f"admit_strategy with a threshold above {MAX_THRESHOLD} is not available yet; use a smaller one "
+            f"than {strategy.threshold}"
+        )
+
+
+def _check_eval_initializer(args: object) -> None:
+    constant = isinstance(args, DynamicEmbInitializerArgs) and args.mode is DynamicEmbInitializerMode.CONSTANT
+    _check(constant, "eval_initializer_args", "DynamicEmbInitializerArgs of the mode CONSTANT", args)
+    if args.value != 0.0:  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"eval_initializer_args of another value than 0.0 is not available yet; it is: {args.value}"  # type: ignore[attr-defined]
+        )
+
+
 def capacity_per_rank(num_embeddings: int, world: int, bucket_capacity: int) -> int:
-    """Rows that a rank may hold of a table of `num_embeddings`: a power of two, one bucket at least."""
+    """Rows that a rank may hold of a table of `num_embeddings`: a power of two, one bucket at least. With
+    MAX_BUCKET_CAPACITY: its share, rounded up to 16."""
+    _check(
+        _is_bucket(bucket_capacity),
+        "bucket_capacity",
+        f"a multiple of {BUCKET_ALIGNMENT} or MAX_BUCKET_CAPACITY",
+        bucket_capacity,
+    )
     per_rank = -(-num_embeddings // world)
+    if bucket_capacity == MAX_BUCKET_CAPACITY:
+        return max(-(-per_rank // BUCKET_ALIGNMENT), 1) * BUCKET_ALIGNMENT
     return max(1 << max(per_rank - 1, 0).bit_length(), bucket_capacity)

@@ -18,18 +18,21 @@ _CUSTOMIZED = embstore.ScoreStrategy.CUSTOMIZED
 def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
     """The score that the next training forward will give its keys, by collection path and table.
 
-    None when the model has no dynamic table, or when none of them has such a score. A table without one
-    is left out: CUSTOMIZED before the first `set_score`, and LFU, whose keys have a count each.
+    Every dynamic table has one: TIMESTAMP and NO_EVICTION the time, STEP the next step, CUSTOMIZED what
+    `set_score` said last (0 before), LFU 1. None when the model has no dynamic table.
 
         scores = get_score(model)          # {"model.ebc": {"user": 17}}
     """
-    scores: dict[str, dict[str, int]] = {}
-    for path, collection in find_collections(model).items():
-        of_tables = {name: t.table.score for name, t in collection.tables.items()}
-        known = {name: score for name, score in of_tables.items() if score}
-        if known:
-            scores[path] = known
+    scores = {
+        path: {name: shown_score(t.table, t.table.score) for name, t in collection.tables.items()}
+        for path, collection in find_collections(model).items()
+    }
     return scores or None
+
+
+def shown_score(table: embstore.Table, score: int) -> int:
+    """A count is at least 1, so 1 is the threshold that every row of an LFU table reaches."""
+    return 1 if table.options.score_strategy == embstore.ScoreStrategy.LFU else score
 
 
 def set_score(model: nn.Module, table_score: int | Mapping[str, Mapping[str, int]]) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 import embstore
+from dynamicemb.embedding_admission import FrequencyAdmissionStrategy
+from dynamicemb.enumerations import DynamicEmbInitializerArgs
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
 from embstore.distributed.ranks import Ranks
 from embstore.stores import row_bytes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -66,6 +74,14 @@ class HoldsDynamicTables:
 
     dynamic_tables: dict[str, DynamicTable]
 
+    def check_trained(self) -> None:
+        """Raises RuntimeError in train mode when a table cannot be trained."""
+        fixed = [name for name, t in self.dynamic_tables.items() if not t.options.training]
+        if fixed and self.training:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"tables of training=False should be read in eval mode but the module trains: {fixed}"
+            )
+
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -74,11 +90,19 @@ def engine_options(
     name: str, dim: int, planned: DynamicEmbTableOptions, fused_params: Mapping[str, Any], seed: int
 ) -> embstore.TableOptions:
     """The engine's options of a table whose capacity and bounds are settled."""
+    admission = planned.admit_strategy
+    assert admission is None or isinstance(admission, FrequencyAdmissionStrategy)
+    if admission is not None and admission.initializer_args is not None:
+        _warn_of_refused_vectors(name, planned, admission.initializer_args)
+    if planned.admission_counter is not None:
+        logger.info("table %s: keys without a row are counted in a filter of the table's size", name)
     whole = embstore.TableOptions(
         name=name,
         dim=dim,
         dtype=_DTYPES[planned.embedding_dtype or torch.float32],
-        optimizer=engine_optimizer(fused_params, name),
+        optimizer=engine_optimizer(fused_params, name)
+        if planned.training
+        else _no_optimizer(fused_params, name),
         initializer=planned.initializer_args.to_engine(),
         init_capacity=planned.init_capacity,
         max_capacity=planned.max_capacity,
@@ -87,9 +111,34 @@ def engine_options(
         score_strategy=planned.engine_strategy,
         seed=seed,
         check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
-        admission_threshold=planned.admit_strategy.threshold if planned.admit_strategy else 0,
+        admission_threshold=admission.threshold if admission else 0,
     )
     return _within_budget(whole, planned)
+
+
+def _no_optimizer(fused_params: Mapping[str, Any], name: str) -> embstore.Optimizer:
+    """SGD has no state, and a table that is not trained never makes a step."""
+    wanted = fused_params.get("optimizer", EmbOptimType.NONE)
+    if wanted not in (EmbOptimType.NONE, EmbOptimType.SGD, EmbOptimType.EXACT_SGD):
+        warnings.warn(
+            f"table {name!r} has training=False: the optimizer {wanted} is not used",
+            UserWarning,
+            stacklevel=3,
+        )
+    return embstore.SGD()
+
+
+def _warn_of_refused_vectors(
+    name: str, planned: DynamicEmbTableOptions, wanted: DynamicEmbInitializerArgs
+) -> None:
+    """As the code of the original package, though not its document, has it."""
+    if wanted.to_engine() != planned.initializer_args.to_engine():
+        warnings.warn(
+            f"initializer_args of the admit_strategy of table {name!r} have no effect yet: keys without a "
+            f"row read the table's own initial vector",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def make_table(
@@ -117,7 +166,7 @@ def _within_budget(options: embstore.TableOptions, planned: DynamicEmbTableOptio
     """With `caching`, memory holds the rows that fit `local_hbm_for_values`; the others are in the store."""
     if not (planned.caching and planned.external_storage and planned.local_hbm_for_values):
         return options
-    rows = planned.local_hbm_for_values // row_bytes(options.dim, options.optimizer, options.dtype)
+    rows = int(planned.local_hbm_for_values) // row_bytes(options.dim, options.optimizer, options.dtype)
     bucket = options.bucket_capacity
     capacity = min(options.max_capacity, max(rows // bucket, 1) * bucket)
     return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
@@ -137,9 +186,18 @@ def build_tables(
         for info in infos:
             sharding = info.param_sharding
             assert isinstance(sharding, DynamicEmbParameterSharding) and sharding.dynamicemb_options
-            name, planned = info.embedding_config.name, sharding.dynamicemb_options
-            dim = info.embedding_config.embedding_dim
-            tables[name] = (engine_options(name, dim, planned, info.fused_params or {}, seed), planned)
+            config, planned = info.embedding_config, sharding.dynamicemb_options
+            if not sharding.num_embeddings:  # a client's own plan
+                planned = planned.completed(
+                    num_embeddings=config.num_embeddings,
+                    dim=config.embedding_dim,
+                    rows=sharding.sharding_spec.shards[0].shard_sizes[0],
+                    dtype=data_type_to_dtype(config.data_type),
+                )
+            fused_params = dict(info.fused_params or {})
+            sharding.pop_additional_fused_params(fused_params)
+            engine = engine_options(config.name, config.embedding_dim, planned, fused_params, seed)
+            tables[config.name] = (engine, planned)
         return tables
 
     made: dict[str, DynamicTable] = {}

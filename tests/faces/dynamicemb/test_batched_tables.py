@@ -111,7 +111,7 @@ def test_eval_reads_and_a_half_output_comes_back_as_asked() -> None:
 def test_the_learning_rate_and_scores_can_be_set() -> None:
     strategies = (DynamicEmbScoreStrategy.CUSTOMIZED, DynamicEmbScoreStrategy.STEP)
     tables = BatchedDynamicEmbeddingTables([options(score_strategy=s) for s in strategies])
-    assert tables.table_names == ["t0", "t1"] and tables.get_score() == {"t1": 1}
+    assert tables.table_names == ["t0", "t1"] and tables.get_score() == {"t0": 0, "t1": 1}
     tables.set_score({"t0": 7})
     tables.set_learning_rate(2.0)
     tables(torch.tensor([3, 9]), torch.tensor([0, 1, 2])).sum().backward()

@@ -199,7 +199,7 @@ def test_every_type_has_a_name_in_torch_and_names_lead_back() -> None:
         (dynamicemb.data_type_to_dtype, DataType.INT2, "data_type"),
         (dynamicemb.dyn_emb_to_torch, "Float32", "data_type"),
         (dynamicemb.torch_to_dyn_emb, torch.complex64, "torch_dtype"),
-        (dynamicemb.string_to_evict_strategy, "KEpochLru", "strategy_str"),
+        (dynamicemb.string_to_evict_strategy, "KEpoch", "strategy_str"),
         (dynamicemb.string_to_evict_strategy, 3, "strategy_str"),
     ],
 )
@@ -212,6 +212,8 @@ def test_evict_strategies_are_found_by_the_names_of_files() -> None:
     find = dynamicemb.string_to_evict_strategy
     assert find("KLru") is find("EvictStrategy.KLru") is DynamicEmbEvictStrategy.LRU
     assert find("KLfu") is DynamicEmbEvictStrategy.LFU
+    assert find("KEpochLru") is DynamicEmbEvictStrategy.EPOCH_LRU
+    assert find("KEpochLfu") is DynamicEmbEvictStrategy.EPOCH_LFU
     assert find("KCustomized") is DynamicEmbEvictStrategy.CUSTOMIZED
 
 

@@ -7,11 +7,9 @@ plan = planner.collective_plan(model, [DynamicEmbeddingBagCollectionSharder()], 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,101 +18,37 @@ from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
     Partitioner,
-    Perf,
     PerfModel,
     Proposer,
-    ShardEstimator,
-    ShardingOption,
     Stats,
-    Storage,
     StorageReservation,
 )
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
-    ParameterSharding,
     ShardingPlan,
     ShardingType,
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
-from dynamicemb.options import BATCH_SIZE, DynamicEmbTableOptions
+from dynamicemb.enumerations import BATCH_SIZE
+from dynamicemb.options import DynamicEmbTableOptions
+from dynamicemb.planner.enumerators import (
+    DynamicEmbeddingEnumerator,
+    DynamicEmbParameterConstraints,
+    is_dynamic,
+)
+from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding, describe
 from embstore.distributed.ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 
 HBM_CAP_BYTES = 32 << 30
 DDR_CAP_BYTES = 128 << 30
-
-
-@dataclass
-class DynamicEmbParameterConstraints(ParameterConstraints):
-    """TorchRec's constraints of a table, and whether it is dynamic. This is the one place to say so.
-
-    use_dynamicemb      True makes the table dynamic
-    dynamicemb_options  its options; each instance has its own
-    """
-
-    use_dynamicemb: bool | None = False
-    dynamicemb_options: DynamicEmbTableOptions | None = field(default_factory=DynamicEmbTableOptions)
-
-    __hash__ = ParameterConstraints.__hash__
-
-
-@dataclass
-class DynamicEmbParameterSharding(ParameterSharding):
-    """The plan of a dynamic table: row-wise over all ranks."""
-
-    dynamicemb_options: DynamicEmbTableOptions | None = None
-    num_embeddings: int = 0  # what the user asked for, before rounding
-
-    def get_additional_fused_params(self) -> dict[str, Any]:
-        """TorchRec adds these to the fused parameters of the table."""
-        return {}
-
-
-def is_dynamic(constraint: ParameterConstraints | None) -> bool:
-    return bool(getattr(constraint, "use_dynamicemb", False))
-
-
-class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, which passes dynamic tables by: they have one option, that costs nothing."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        batch_size: int | None = BATCH_SIZE,
-        constraints: Mapping[str, DynamicEmbParameterConstraints] | None = None,
-        estimator: ShardEstimator | list[ShardEstimator] | None = None,
-        **keywords: Any,
-    ) -> None:
-        super().__init__(topology, batch_size or BATCH_SIZE, constraints, estimator, **keywords)
-
-    def _dynamic(self, name: str) -> bool:
-        return is_dynamic((self._constraints or {}).get(name))
-
-    def _filter_sharding_types(self, name: str, *args: Any, **keywords: Any) -> list[str]:
-        if self._dynamic(name):
-            return [ShardingType.ROW_WISE.value]
-        return super()._filter_sharding_types(name, *args, **keywords)
-
-    def _filter_compute_kernels(self, name: str, *args: Any, **keywords: Any) -> list[str]:
-        if self._dynamic(name):
-            return [EmbeddingComputeKernel.FUSED.value]
-        return super()._filter_compute_kernels(name, *args, **keywords)
-
-    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        super().populate_estimates([o for o in sharding_options if not self._dynamic(o.name)])
-        for option in sharding_options:
-            if self._dynamic(option.name):
-                for shard in option.shards:
-                    shard.perf = Perf(0.0, 0.0, 0.0, 0.0)
-                    shard.storage = Storage(hbm=0, ddr=0)
 
 
 def default_topology() -> Topology:
@@ -285,15 +219,7 @@ class DynamicEmbeddingShardingPlanner:
                 ]
             ),
             output_dtype=self._constraints[name].output_dtype,
+            dist_type=options.dist_type,
             dynamicemb_options=options,
             num_embeddings=self._num_embeddings[name],
         )
-
-
-def describe(options: DynamicEmbTableOptions) -> str:
-    """All options in a line, for comparing ranks: `==` compares only what groups tables."""
-    # A device belongs to a rank, and so does the store that a function makes.
-    own = ("device_id", "external_storage")
-    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in own}
-    values["external_storage"] = options.external_storage is not None
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())

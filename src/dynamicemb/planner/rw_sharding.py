@@ -1,0 +1,64 @@
+"""The plan entry of a dynamic table: its rows are spread over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding
+
+from dynamicemb.enumerations import DynamicEmbKernel
+from dynamicemb.options import DynamicEmbTableOptions
+
+ADDITIONAL_FUSED_PARAMS = ("customized_compute_kernel", "dist_type", "dynamicemb_options")
+
+
+@dataclass
+class DynamicEmbParameterSharding(ParameterSharding):
+    """The plan of a dynamic table: row-wise over all ranks.
+
+    customized_compute_kernel  "DynamicEmb"
+    dist_type                  as in the options
+    dynamicemb_options         of the table; what is open is completed when the module is sharded
+    num_embeddings             what the user asked for, before rounding; 0 in plans that are not our planner's
+    """
+
+    compute_kernel: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+    customized_compute_kernel: str = DynamicEmbKernel
+    dist_type: str = "roundrobin"
+    dynamicemb_options: DynamicEmbTableOptions | None = None
+    num_embeddings: int = 0
+
+    def __post_init__(self) -> None:
+        if self.customized_compute_kernel != DynamicEmbKernel:
+            raise ValueError(
+                f"customized_compute_kernel should be {DynamicEmbKernel!r} but is: "
+                f"{self.customized_compute_kernel!r}"
+            )
+        options = self.dynamicemb_options
+        if options is not None and options.dist_type != self.dist_type:
+            raise ValueError(
+                f"dist_type should be {options.dist_type!r} as in dynamicemb_options "
+                f"but is: {self.dist_type!r}"
+            )
+
+    def get_additional_fused_params(self) -> dict[str, Any]:
+        """TorchRec adds these to the fused parameters of the table."""
+        return {name: getattr(self, name) for name in ADDITIONAL_FUSED_PARAMS}
+
+    @staticmethod
+    def pop_additional_fused_params(fused_params: dict[str, Any]) -> None:
+        """Removes from `fused_params` what `get_additional_fused_params` gave."""
+        for name in ADDITIONAL_FUSED_PARAMS:
+            fused_params.pop(name, None)
+
+
+def describe(options: DynamicEmbTableOptions) -> str:
+    """All options in a line, for comparing ranks: `==` compares only what groups tables."""
+    # A device belongs to a rank, and so does the store that a function makes.
+    own = ("device_id", "external_storage")
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in own}
+    values["external_storage"] = options.external_storage is not None
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

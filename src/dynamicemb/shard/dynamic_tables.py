@@ -1,0 +1,159 @@
+"""What both sharded collections share: the dynamic tables of a collection as a TorchRec sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import PoolingType
+
+import embstore
+from dynamicemb.lookup import BagLookup, KeyLookup, Lookup, NoOutputDist
+from dynamicemb.planner import DynamicEmbParameterSharding
+from dynamicemb.routing import BagRouting, Cell, KeyRouting
+from dynamicemb.tables import DynamicTable, HoldsDynamicTables, build_tables
+from embstore.distributed.ranks import Ranks, ranks_of
+
+PREFIX = "dynamicemb."  # of the names of our groups, beside TorchRec's sharding types
+
+
+def separate(groups: dict[str, list[EmbeddingShardingInfo]]) -> dict[str, list[EmbeddingShardingInfo]]:
+    """Takes the dynamic tables out of TorchRec's groups: one group for each ownership."""
+    separated: dict[str, list[EmbeddingShardingInfo]] = {}
+    for sharding_type, infos in groups.items():
+        for info in infos:
+            sharding = info.param_sharding
+            name = sharding_type
+            if isinstance(sharding, DynamicEmbParameterSharding):
+                assert sharding.dynamicemb_options is not None
+                name = PREFIX + sharding.dynamicemb_options.dist_type
+            separated.setdefault(name, []).append(info)
+    return separated
+
+
+def _output_dtype(infos: Sequence[EmbeddingShardingInfo]) -> torch.dtype:
+    found = set()
+    for info in infos:
+        wanted = (info.fused_params or {}).get("output_dtype")
+        if wanted is None:
+            found.add(torch.float32)
+        elif isinstance(wanted, torch.dtype):
+            found.add(wanted)
+        else:  # FBGEMM's SparseType
+            found.add(wanted.as_dtype())
+    if len(found) > 1:
+        raise ValueError(f"output_dtype should be the same for the tables of a collection but is: {found}")
+    return found.pop()
+
+
+class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
+    """Dynamic tables of a collection that share an ownership."""
+
+    def __init__(
+        self, infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, unique: bool = False
+    ) -> None:
+        super().__init__()
+        ranks = ranks_of(env.process_group, purpose=None) if env.world_size > 1 else Ranks()
+        self.tables = build_tables(infos, env, ranks)
+        self._configs = [info.embedding_config for info in infos]
+        self._dtype = _output_dtype(infos)
+        self._ownership = next(iter(self.tables.values())).ownership
+        self.ranks = ranks
+        self._pooled = self._configs[0].pooling != PoolingType.NONE
+        self._unique = unique and ranks.world > 1
+        self._spread = {
+            info.embedding_config.name: info.param_sharding.sharding_spec.shards[env.rank] for info in infos
+        }
+
+    def _cells(self) -> list[list[Cell]]:
+        """For each table: its features one by one, or all together where duplicates are dropped. Where
+        the number of occurrences counts, they are not."""
+        cells, first = [], 0
+        for config in self._configs:
+            last = first + len(config.feature_names)
+            table = self.tables[config.name]
+            counts = table.table.options.score_strategy == embstore.ScoreStrategy.LFU
+            if self._unique and not counts and table.options.admit_strategy is None:
+                cells.append([Cell(first, last, unique=True)])
+            else:
+                cells.append([Cell(feature, feature + 1) for feature in range(first, last)])
+            first = last
+        return cells
+
+    def create_input_dist(self, device: torch.device | None = None) -> Any:
+        if not self._pooled:
+            cells = [cell for of_table in self._cells() for cell in of_table]
+            return KeyRouting(self._ownership, self.ranks, cells)
+        mean = [c.pooling == PoolingType.MEAN for c in self._configs for _ in c.feature_names]
+        weighted = self._configs[0].is_weighted
+        return BagRouting(self._ownership, self.ranks, mean, weighted)
+
+    def create_lookup(self, *args: Any, **keywords: Any) -> Lookup:
+        common = (list(self.tables.values()), self._dtype, self.ranks)
+        if not self._pooled:
+            return KeyLookup(*common, self._cells())
+        features = [len(c.feature_names) for c in self._configs]
+        return BagLookup(*common, features, [c.pooling == PoolingType.MEAN for c in self._configs])
+
+    def create_output_dist(self, device: torch.device | None = None) -> NoOutputDist:
+        return NoOutputDist()
+
+    def feature_names(self) -> list[str]:
+        return [name for config in self._configs for name in config.feature_names]
+
+    def embedding_dims(self) -> list[int]:
+        return [config.embedding_dim for config in self._configs for _ in config.feature_names]
+
+    def embedding_names(self) -> list[str]:
+        return [name for config in self._configs for name in config.embedding_names]
+
+    def embedding_names_per_rank(self) -> list[list[str]]:
+        return [self.embedding_names()] * self.ranks.world
+
+    def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
+        return [self._spread[config.name] for config in self._configs for _ in config.feature_names]
+
+
+class DynamicCollection(HoldsDynamicTables):
+    """What both sharded collections add to TorchRec's."""
+
+    _table_attribute = ""
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        try:
+            self.check_trained()
+            return super().input_dist(ctx, self._prepared(ctx, features))  # type: ignore[misc]
+        except BaseException as error:
+            # TorchRec found a fault before our exchange: the other ranks wait in it, and will say why.
+            for sharding in self._dynamic_shardings:
+                sharding.ranks.report(error)
+            raise
+
+    def _prepared(self, ctx: Any, features: Any) -> Any:
+        raise NotImplementedError
+
+    def _adopt(self, shardings: Sequence[EmbeddingSharding[Any, Any, Any, Any]]) -> None:
+        self._dynamic_shardings = [s for s in shardings if isinstance(s, DynamicSharding)]
+        self.dynamic_tables: dict[str, DynamicTable] = {}
+        for sharding in self._dynamic_shardings:
+            self.dynamic_tables.update(sharding.tables)
+
+    def train(self, mode: bool = True) -> Any:
+        """TorchRec keeps its lookups in a plain list, which train() does not reach."""
+        super().train(mode)  # type: ignore[misc]
+        for lookup in self._lookups:  # type: ignore[attr-defined]
+            if isinstance(lookup, Lookup):
+                lookup.train(mode)
+        return self
+
+    def _without_dynamic_rows(self, state: dict[str, Any]) -> None:
+        """The weights of a module that was not on the meta device are not those of dynamic tables."""
+        for name, sharding in self.module_sharding_plan.items():  # type: ignore[attr-defined]
+            if isinstance(sharding, DynamicEmbParameterSharding):
+                key = f"{self._table_attribute}.{name}.weight"
+                if key in state:
+                    state[key] = torch.empty(0, state[key].shape[1])

@@ -1,0 +1,109 @@
+"""The sharded EmbeddingBagCollection and its sharder. Static tables beside are TorchRec's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dynamicemb.planner import DynamicEmbParameterSharding
+from dynamicemb.shard.dynamic_tables import DynamicCollection, DynamicSharding, separate
+from dynamicemb.variable_batch import expand_variable_batch
+
+
+class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBagCollection):
+    """A sharded EmbeddingBagCollection; its dynamic tables are in `dynamic_tables`."""
+
+    _table_attribute = "embedding_bags"
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._adopt(self._embedding_shardings)
+        self._keep_means_apart()
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls, *args: Any, **keywords: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        return separate(super().create_grouped_sharding_infos(*args, **keywords))
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls, sharding_infos: list[EmbeddingShardingInfo], env: ShardingEnv, *args: Any, **keywords: Any
+    ) -> Any:
+        if isinstance(sharding_infos[0].param_sharding, DynamicEmbParameterSharding):
+            return DynamicSharding(sharding_infos, env)
+        return super().create_embedding_bag_sharding(sharding_infos, env, *args, **keywords)
+
+    def _prepared(self, ctx: Any, features: Any) -> Any:
+        if self.dynamic_tables and isinstance(features, KeyedJaggedTensor):
+            features = expand_variable_batch(features)
+        return features
+
+    def _keep_means_apart(self) -> None:
+        """TorchRec divides the bags of row-wise MEAN features after the fact; ours are means already.
+
+        It knows features, not tables, so a feature cannot be both.
+        """
+        means: dict[str, set[str]] = {"dynamic": set(), "static": set()}
+        sums: list[str] = list(self._pooling_type_to_rs_features[PoolingType.SUM.value])
+        for config in self._embedding_bag_configs:
+            sharding = self.module_sharding_plan[config.name]
+            if isinstance(sharding, DynamicEmbParameterSharding):
+                means["dynamic"].update(config.feature_names)
+            elif config.pooling == PoolingType.MEAN and sharding.sharding_type in (
+                ShardingType.ROW_WISE.value,
+                ShardingType.TABLE_ROW_WISE.value,
+            ):
+                means["static"].update(config.feature_names)
+        both = means["dynamic"] & means["static"]
+        if both:
+            raise ValueError(
+                f"features should not be shared by a dynamic table and a row-wise static table of MEAN "
+                f"pooling but these are: {sorted(both)}"
+            )
+        self._has_mean_pooling_callback = bool(means["static"])
+        self._pooling_type_to_rs_features[PoolingType.SUM.value] = [
+            *(f for f in sums if f not in means["dynamic"]),
+            *sorted(means["dynamic"]),
+        ]
+        self._pooling_type_to_rs_features[PoolingType.MEAN.value] = sorted(means["static"])
+
+
+class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's EmbeddingBagCollectionSharder, for collections whose tables may be dynamic."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """TorchRec offers row-wise bags for GPUs only, though they run on the CPU too."""
+        offered = list(super().sharding_types(compute_device_type))
+        row_wise = ShardingType.ROW_WISE.value
+        return offered if row_wise in offered else [*offered, row_wise]
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedDynamicEmbeddingBagCollection:
+        return ShardedDynamicEmbeddingBagCollection(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[nn.Module]:
+        return ShardedDynamicEmbeddingBagCollection
