@@ -69,7 +69,7 @@ class HKVConfig:
     max_capacity     rows a rank holds at most; the planner sets it
     init_capacity    rows to begin with, doubled as need be; None: max_capacity
     max_load_factor  the index grows beyond this fraction of its capacity
-    evict_strategy   follows score_strategy; LFU makes the strategy LFU
+    evict_strategy   follows score_strategy; LFU evicts the least used keys, whatever their scores are
     bucket_capacity  rows of a bucket, a multiple of 16; MAX_BUCKET_CAPACITY makes the part of a rank one
                      bucket, so that eviction takes the smallest score (up to 16384 rows a rank)
     """
@@ -205,7 +205,7 @@ class DynamicEmbTableOptions(HKVConfig):
             self.initializer_args,
         )
         self.initializer_args.to_engine()
-        strategy = self.single_strategy
+        assert self.single_strategy in DynamicEmbScoreStrategy  # raises when there is none
         _check(
             self.safe_check_mode in tuple(DynamicEmbCheckMode),
             "safe_check_mode",
@@ -221,12 +221,6 @@ class DynamicEmbTableOptions(HKVConfig):
             "None or a function",
             self.external_storage,
         )
-        scored = (DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.CUSTOMIZED)
-        if self.evict_strategy is DynamicEmbEvictStrategy.LFU and strategy in scored:
-            raise ValueError(
-                f"evict_strategy should not be LFU beside the score strategy {strategy.name}: "
-                f"a row has one score"
-            )
 
     @property
     def single_strategy(self) -> DynamicEmbScoreStrategy:
@@ -244,12 +238,13 @@ class DynamicEmbTableOptions(HKVConfig):
 
     @property
     def engine_strategy(self) -> embstore.ScoreStrategy:
-        """The score strategy in effect."""
-        strategy = self.single_strategy
-        evicts = strategy != DynamicEmbScoreStrategy.NO_EVICTION
-        if self.evict_strategy is DynamicEmbEvictStrategy.LFU and evicts:
-            return embstore.ScoreStrategy.LFU
-        return embstore.ScoreStrategy(int(strategy))
+        """The score strategy of the table."""
+        return embstore.ScoreStrategy(int(self.single_strategy))
+
+    @property
+    def evicts_least_used(self) -> bool:
+        """Whether the order of eviction is that of the counts, not of the scores."""
+        return self.evict_strategy is DynamicEmbEvictStrategy.LFU
 
     @property
     def ownership(self) -> embstore.Ownership:
@@ -308,7 +303,9 @@ class DynamicEmbTableOptions(HKVConfig):
             dim=dim,
             init_capacity=capacity if one_bucket else min(self.init_capacity or capacity, capacity),
             bucket_capacity=capacity if one_bucket else self.bucket_capacity,
-            evict_strategy=evict.get(self.engine_strategy, DynamicEmbEvictStrategy.LRU),
+            evict_strategy=DynamicEmbEvictStrategy.LFU
+            if self.evicts_least_used
+            else evict.get(self.engine_strategy, DynamicEmbEvictStrategy.LRU),
             score_strategy=self.single_strategy,
             initializer_args=self.initializer_args.with_bounds(num_embeddings),
         )

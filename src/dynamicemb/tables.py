@@ -109,6 +109,7 @@ def engine_options(
         bucket_capacity=planned.bucket_capacity,
         max_load_factor=planned.max_load_factor,
         score_strategy=planned.engine_strategy,
+        evict_least_used=planned.evicts_least_used,
         seed=seed,
         check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
         admission_threshold=admission.threshold if admission else 0,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -33,6 +34,7 @@ from dynamicemb.planner import (
 )
 from dynamicemb.scores import get_score, set_score
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
+from dynamicemb.tables import engine_options
 
 
 def config(name: str = "t", rows: int = 1000, dim: int = 8) -> EmbeddingBagConfig:
@@ -138,13 +140,14 @@ def test_a_wrong_option_is_named_with_its_value(name: str, value: Any) -> None:
         )
 
 
-def test_lfu_may_be_asked_for_as_evict_strategy_but_not_against_another_score() -> None:
-    lfu = DynamicEmbTableOptions(evict_strategy=DynamicEmbEvictStrategy.LFU)
-    assert lfu.engine_strategy == embstore.ScoreStrategy.LFU
-    with pytest.raises(ValueError, match="evict_strategy"):
-        DynamicEmbTableOptions(
-            evict_strategy=DynamicEmbEvictStrategy.LFU, score_strategy=DynamicEmbScoreStrategy.STEP
-        )
+@pytest.mark.parametrize("strategy", list(DynamicEmbScoreStrategy))
+def test_lfu_as_evict_strategy_decides_the_order_of_eviction_beside_every_score(
+    strategy: DynamicEmbScoreStrategy,
+) -> None:
+    options = DynamicEmbTableOptions(evict_strategy=DynamicEmbEvictStrategy.LFU, score_strategy=strategy)
+    planned = options.planned(num_embeddings=1000, dim=4, world=1, dtype=torch.float32)
+    engine = engine_options("t", 4, planned, {"optimizer": EmbOptimType.SGD}, 0)
+    assert engine.evict_least_used and engine.score_strategy == embstore.ScoreStrategy(int(strategy))
 
 
 @pytest.mark.parametrize("threshold", [-1, True, 2.0, "3", None])
