@@ -7,7 +7,7 @@ tfra-adam     lookup, a loss, its gradient and Adam on the touched rows, in a tf
 TFRA needs an older TensorFlow (2.16.2), so each side is a process with an environment of its own, and the
 steps are interleaved: one side waits while the other runs. Where memory is too short for both, one side is
 measured after the other. TFRA's environment takes 2.3 GB under build/tfra;
-it is made by `python -m benchmarks.tfra --make-environment`, and without it these works are passed by.
+it is made by `python -m benchmarks.tfra --make-environment`, and without it these benchmarks are skipped.
 With 10M ids TFRA takes 14 GB for Adam.
 """
 

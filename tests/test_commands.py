@@ -40,27 +40,34 @@ def dumped(tmp_path):
 
 
 @contextlib.contextmanager
-def serving(path, tmp_path, *options):
-    """The started command, its first line of JSON, and its port."""
+def started(path, tmp_path, *options):
+    """A server that was started by the command, and its port."""
     port = free_port()
-    command = [COMMAND, "serve", str(path), "--port", str(port), "--json", *map(str, options)]
     process = subprocess.Popen(
-        command,
+        [COMMAND, "serve", str(path), "--port", str(port), *map(str, options)],
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
     )
     try:
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        yield json.loads(line), port
+        yield process, port
     finally:
         process.send_signal(signal.SIGTERM)
         try:
             process.communicate(timeout=30)
         finally:
             process.kill()
+
+
+@contextlib.contextmanager
+def serving(path, tmp_path, *options):
+    """What a server says in JSON when it starts, and its port."""
+    with started(path, tmp_path, "--json", *options) as (process, port):
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield json.loads(line), port
 
 
 def lookup(url, ids, token=""):
@@ -129,21 +136,29 @@ def test_a_missing_package_is_listed_with_its_extra(monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_serve_answers_what_was_dumped(dumped, tmp_path, workers):
     path, table = dumped
-    with serving(path, tmp_path, "--workers", workers) as (started, port):
-        assert started["url"] == f"http://127.0.0.1:{port}" and started["workers"] == workers
-        answer = lookup(started["url"], [*KEYS.tolist(), 5])
+    with serving(path, tmp_path, "--workers", workers) as (said, port):
+        assert said["url"] == f"http://127.0.0.1:{port}" and said["workers"] == workers
+        answer = lookup(said["url"], [*KEYS.tolist(), 5])
     assert answer["found"] == [True] * len(KEYS) + [False]
     np.testing.assert_array_equal(np.float32(answer["vectors"][:-1]), table.find(KEYS)[0])
+
+
+@pytest.mark.multirank
+def test_serve_says_where_it_listens_in_two_lines(dumped, tmp_path):
+    with started("dump", tmp_path) as (process, port):
+        assert process.stdout.readline() == "serving dump\n"
+        assert process.stdout.readline() == f"http://127.0.0.1:{port}  (Ctrl-C stops)\n"
+        assert lookup(f"http://127.0.0.1:{port}", [7])["found"] == [True]
 
 
 @pytest.mark.multirank
 def test_serve_keeps_rows_small_and_asks_for_the_token(dumped, tmp_path):
     path, table = dumped
     (tmp_path / "token").write_text("secret\n")
-    with serving(path, tmp_path, "--dtype", "float16", "--token-file", tmp_path / "token") as (started, _):
-        answer = lookup(started["url"], KEYS.tolist(), "secret")
+    with serving(path, tmp_path, "--dtype", "float16", "--token-file", tmp_path / "token") as (said, _):
+        answer = lookup(said["url"], KEYS.tolist(), "secret")
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            lookup(started["url"], KEYS.tolist(), "guess")
+            lookup(said["url"], KEYS.tolist(), "guess")
     expected = table.find(KEYS)[0].astype(np.float16).astype(np.float32)
     np.testing.assert_array_equal(np.float32(answer["vectors"]), expected)
 
@@ -164,7 +179,7 @@ def test_serve_keeps_rows_small_and_asks_for_the_token(dumped, tmp_path):
 )
 def test_serve_refuses_wrong_options_in_one_line(dumped, tmp_path, options, reason):
     (tmp_path / "empty").write_text("\n")
-    environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = run("serve", dumped[0], *options, code=2, cwd=tmp_path, env=environment)
     assert reason in done.stderr and len(done.stderr.splitlines()) == 1 and not done.stdout
 
@@ -172,7 +187,7 @@ def test_serve_refuses_wrong_options_in_one_line(dumped, tmp_path, options, reas
 def test_serve_says_that_its_port_is_taken(dumped, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
         done = run("serve", dumped[0], "--port", port, code=2, env=environment)
     assert done.stderr == f"error: --host 127.0.0.1 --port {port} cannot be used: Address already in use\n"
 

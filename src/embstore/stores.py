@@ -58,7 +58,7 @@ class Store:
         raise NotImplementedError(f"{type(self).__name__} should implement put")
 
     def erase(self, keys: KeyArray) -> None:
-        """Removes keys; those that are not here are passed by."""
+        """Removes keys; missing ones are skipped."""
         raise NotImplementedError(f"{type(self).__name__} should implement erase")
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:

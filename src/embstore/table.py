@@ -253,7 +253,7 @@ class Table:
         self, keys: object, gradients: object, *, missing: str = "ignore", renew_scores: bool = False
     ) -> None:
         """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
-        moves once. Keys that are not there are passed by, or raise with missing="error". With
+        moves once. Missing keys are skipped, or raise with missing="error". With
         renew_scores the rows count as used now, as in a training lookup."""
         if missing not in ("ignore", "error"):
             raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")

@@ -163,7 +163,7 @@ class PS:
                 )
 
     def push(self, pairs: Pairs) -> None:
-        """Stores the rows of these (id, slot); pairs whose slot is on another rank are passed by."""
+        """Stores the rows of these (id, slot); pairs whose slot is on another rank are skipped."""
         for shard, store, ids, slots in self._local(pairs):
             store.put(ids, shard.gather(slots), np.ones(len(ids), np.uint64))
 
