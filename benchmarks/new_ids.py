@@ -1,7 +1,7 @@
 """embstore against TorchRec ZCH while new ids arrive: 5 % of the positions of every batch, dim 32.
 
 zch-2       MCHManagedCollisionModule, which takes in new ids every 2nd step. It keeps its ids sorted, and
-            sorts them all anew each time. A round is 2 steps, so it holds one cheap and one dear step.
+            sorts all of them again each time. A round is 2 steps, so it holds one cheap and one dear step.
 zch-100     the same with every 100th step, for information: ids that are new then read the shared last row
             for up to 100 steps, where embstore gives them a row of their own at once.
 

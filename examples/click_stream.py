@@ -47,7 +47,7 @@ class Stream:
         return self.rng.normal(0.0, 0.9, (n, LATENT))
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """user ids, item ids, clicks of one step; afterwards some ids are replaced for ever."""
+        """user ids, item ids, clicks of one step; afterwards some ids are replaced for good."""
         places = {side: np.searchsorted(self.popularity, self.rng.random(BATCH)) for side in self.ids}
         logits = (self.taste["user"][places["user"]] * self.taste["item"][places["item"]]).sum(1)
         clicks = self.rng.random(BATCH) < 1.0 / (1.0 + np.exp(-1.5 * logits))
@@ -100,7 +100,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.manual_seed(options.seed)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # says so, lest torch warn about the default
+    torch.sparse.check_sparse_tensor_invariants.disable()  # explicit, so that torch does not warn about the default
 
     def dynamic(name: str) -> embstore.Embedding:
         return embstore.Embedding(

@@ -184,7 +184,7 @@ class Ring {
 };
 
 // Rings that are not in use. They belong to the process that made them: a child of fork starts
-// anew, with a lock that no thread of its parent holds.
+// again, with a lock that no thread of its parent holds.
 class Rings {
  public:
   static Rings& OfProcess() {

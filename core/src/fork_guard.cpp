@@ -172,7 +172,7 @@ void ForkGuard::InChild() {
   Held& fork = *held();
   StoreLocks().mutex.unlock();
   Tables().mutex.unlock();
-  // Locks know their owner by a thread id, which is another one in the child: all are made anew.
+  // Locks know their owner by a thread id, which is another one in the child: all are made again.
   for (const auto& lock : StoreLocks().Alive()) lock->Renew();
   for (const auto& table : Tables().Alive()) {
     const bool whole = fork.owned && Contains(fork.tables, table);

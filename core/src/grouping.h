@@ -23,7 +23,7 @@ class Grouping {
  public:
   static constexpr int64_t kChunk = 16384;
 
-  // Rows are below `limit`; negative ones are passed by.
+  // Rows are below `limit`; negative ones are skipped.
   Grouping(const Row* rows, int64_t n, int64_t limit);
 
   // Call Count for every chunk, then Place once, then Scatter for every chunk, then Sort.

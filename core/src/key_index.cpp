@@ -107,7 +107,7 @@ int64_t KeyIndex::capacity() const {
 
 IndexView KeyIndex::view() const {
   IndexView view;
-  // Scores of hits are renewed through the view; who may do so is the caller's affair.
+  // Scores of hits are renewed through the view; the caller decides who may do so.
   view.groups = groups();
   view.secret = secret_;
   view.grown_from = grown_from_;
@@ -412,7 +412,7 @@ void KeyIndex::Rebuild(const IndexLayout& layout) {
   RequireAvailableMemory(BytesOf(layout), "growing an index of " + std::to_string(size_) + " keys");
   HugeBuffer buffer(BytesOf(layout));
   auto* const fresh = reinterpret_cast<IndexGroup*>(buffer.data());
-  // A stripe of today becomes whole stripes, so threads do not meet.
+  // A present stripe becomes whole stripes, so threads do not meet.
   const int64_t grown_stripes = int64_t{1} << grown_.stripe_bits;
   const int64_t first_grown = not_grown_ << (grown_.stripe_bits - before_.stripe_bits);
   const int64_t stripes = size_ == 0 ? 0 : not_grown_ + grown_stripes - first_grown;

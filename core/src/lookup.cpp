@@ -265,7 +265,7 @@ void Run(std::vector<Work>& works, Access access) {
     auto& [work, piece] = tasks[static_cast<size_t>(task)];
     if (!piece->missing.empty()) work->AnswerAgain(*piece);
   });
-  // `extra` ends with this call, so nothing may point there: the backward pass passes them by.
+  // `extra` ends with this call, so nothing may point there: the backward pass skips them.
   for (Work& work : works) {
     for (const uint32_t i : work.waiting) work.numbers[i] = kMissingRow;
   }

@@ -146,7 +146,7 @@ class Pool {
   static Pool& Global() {
     static Pool* pool = [] {
       auto* fresh = new Pool;
-      // Another thread may hold the mutex at a fork; the child would wait for it for ever.
+      // Another thread may hold the mutex at a fork; the child would never get it.
       pthread_atfork([] { Global().mutex_.lock(); }, [] { Global().mutex_.unlock(); },
                      [] { Global().mutex_.unlock(); });
       return fresh;

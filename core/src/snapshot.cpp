@@ -133,7 +133,7 @@ void Snapshot::Save(const IndexEntry& entry) {
     } catch (...) {
       Fail();
     }
-    // Also where it failed: whoever waits for this row must not wait for ever.
+    // Also where it failed: whoever waits for this row must not wait in vain.
     state.store(kSettled, std::memory_order_release);
     return;
   }

@@ -246,7 +246,7 @@ void SsdStoreImpl::FlushOpen() {
   writer_->Drain();
   Reap();
   if (!open_) return;
-  // The places that are passed by reach the file as zeros: the buffer may have been used before.
+  // Skipped places reach the file as zeros: the buffer may have been used before.
   const int64_t passed = layout_.rows_per_block - 1 -
                          (open_->rows + layout_.rows_per_block - 1) % layout_.rows_per_block;
   if (passed > 0) {

@@ -214,7 +214,7 @@ TEST(A forked child uses the pool while threads of its parent do) {
   for (int i = 0; i < 40; ++i) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(20);  // a child that waits for ever is ended, and counted
+      alarm(20);  // a child that hangs is ended, and counted
       for (int j = 0; j < 10; ++j) PooledBuffer buffer(4096);
       _exit(0);
     }

@@ -301,7 +301,7 @@ TEST(A row of SmartDecayAdam knows how many steps passed however many there were
     };
     CHECK(same({kLate + 1, kLate + 2, kLate + 5}, {1, 2, 5}));
     CHECK(!same({1, 2, 5}, {1, 2, 4}));
-    // Steps that are counted anew: the row takes each as the next one.
+    // Steps that are counted from 1 again: the row takes each as the next one.
     CHECK(same({5, 9, 3}, {5, 9, 10}));
     CHECK(same({5, 9, 9}, {5, 9, 10}));
   }

@@ -230,7 +230,7 @@ TEST(A table may be closed while other threads use it) {
   }
 }
 
-// ASan of gcc 12 does not take the locks of its allocator at a fork: the child may wait for ever in
+// ASan of gcc 12 does not take the locks of its allocator at a fork: the child may hang in
 // `new`, before it gets to our code.
 #if !defined(__SANITIZE_ADDRESS__)
 TEST(A child forked while others train finds whole tables that it can use) {
@@ -243,7 +243,7 @@ TEST(A child forked while others train finds whole tables that it can use) {
         for (int round = 0; round < 15; ++round) {
           const pid_t child = fork();
           if (child == 0) {
-            alarm(30);         // a child that waits for ever is ended, and counted
+            alarm(30);         // a child that hangs is ended, and counted
             SetNumThreads(1);  // TSan allows no new threads here
             int torn = 0;
             for (const auto& [key, row] : AllRows(*table))

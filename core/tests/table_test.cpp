@@ -136,7 +136,7 @@ TEST(A full bucket gives up exactly its smallest scores, ties by hash) {
     CHECK_EQ(log.states[2 * at[key]], static_cast<float>(-key));
   }
   CHECK(table->DrainEvictions().keys.empty());
-  // A new row of a reused slot starts anew, vector and state.
+  // A new row of a reused slot starts fresh, vector and state.
   const auto rows = AllRows(*table);
   for (int64_t key = 0; key < 37; ++key) {
     CHECK_EQ(rows.at(key).value[1], DebugValue(key));

@@ -477,7 +477,7 @@ class Table:
         if not self.restore_admission_counters(counters):
             warnings.warn(
                 f"admission counters of table {self.name!r} are not loaded: those of the state are for "
-                "another admission_threshold; keys without a row are counted anew",
+                "another admission_threshold; keys without a row are counted from 0",
                 stacklevel=3,
             )
 

@@ -27,7 +27,7 @@ from embstore.stores import Store
 
 DEFAULT_PS_CHUNK_SIZE = 8 * 1024 * 1024
 MOST_ROWS = (
-    4096  # of one call to a store: what is moved stays in the processor's cache, and is not mapped anew
+    4096  # of one call to a store: what is moved stays in the processor's cache, and is not mapped again
 )
 PS_CONFIG_KEYS = ("chunk_size", "seed")
 
@@ -192,7 +192,7 @@ class PS:
         weight_init_min: float = 0.0,
         weight_init_max: float = 0.0,
     ) -> FetchHandle:
-        """Fetches the rows of these pairs (n, 2). `reinit`: an id that the store lacks starts anew."""
+        """Fetches the rows of these pairs (n, 2). `reinit`: an id that the store lacks starts fresh."""
         initial = None
         if reinit:
             initial = uniform(self, weight_init_min, weight_init_max)

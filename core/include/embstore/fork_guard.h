@@ -1,6 +1,6 @@
 // Tables and stores across fork(): the child must find them whole and unlocked.
 //
-// Threads do not survive a fork, but what they held stays locked in the child for ever. So a fork
+// Threads do not survive a fork, but what they held stays locked in the child. So a fork
 // waits until no thread works on a table or inside a store, and the child starts with locks of its
 // own. It waits in two places:
 //

@@ -34,7 +34,7 @@ ReducedGradients ReduceGradients(const GradientRequest& request);
 // The derivative by the weights of a pooled batch: out (n).
 void WeightGradients(const GradientRequest& request, float* out);
 
-// Applies gradients (n, dim) given by key. Keys that are not there are passed by; returns how many
+// Applies gradients (n, dim) given by key. Keys that are not there are skipped; returns how many
 // occurrences were. With renew_scores the rows get the score of a training batch, so that an
 // increment since a moment before the call holds them even if they were looked up earlier.
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,

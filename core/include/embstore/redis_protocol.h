@@ -4,8 +4,7 @@
 //     MSET  head id tail value ...      +OK
 //
 // An id has one value for each tail; value k of row i is the concatenation of its pieces, piece p
-// at base_p + i * stride_p. Connections, passwords and errors of the network are the caller's
-// affair.
+// at base_p + i * stride_p. The caller handles connections, passwords and errors of the network.
 //
 // Thread safety: none; each connection has its own.
 #pragma once

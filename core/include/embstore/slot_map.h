@@ -74,7 +74,7 @@ class SlotMap {
   // Returns the new pairs; those that found no slot stay missing.
   std::span<const KeySlot> Admit();
 
-  // Frees the slots of these keys; keys that have none are passed by.
+  // Frees the slots of these keys; keys that have none are skipped.
   void Forget(std::span<const int64_t> keys);
 
   // Up to `count` keys whatever their pins, the worst first.

@@ -60,7 +60,7 @@ def _read_buffer() -> npt.NDArray[np.uint8]:
 
 def open_regular(path: Path) -> int:
     """A descriptor to read from. Raises CheckpointError where there is no regular file: reading a pipe would
-    wait for ever, reading a device would not end."""
+    block, reading a device would not end."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -196,7 +196,7 @@ def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -
 
 
 def _admission(match: Match, ranks: Ranks) -> npt.NDArray[np.uint16] | None:
-    """How often keys without a row were seen. Counters know no keys, so they can not be shared out anew."""
+    """How often keys without a row were seen. Counters know no keys, so they cannot be redistributed."""
     stored = match.stored
     if not match.table.options.admission_threshold or stored.manifest is None:
         return None
@@ -215,7 +215,7 @@ def _admission(match: Match, ranks: Ranks) -> npt.NDArray[np.uint16] | None:
 def _recounted(stored: DumpTable) -> str:
     return (
         f"admission counters of table {stored.name!r} are not loaded: those of {stored.folder} are for "
-        "another world size, ownership or admission_threshold; keys without a row are counted anew"
+        "another world size, ownership or admission_threshold; keys without a row are counted from 0"
     )
 
 

@@ -89,7 +89,7 @@ class ForeignTable:
 
 def read(file: Path) -> ForeignTable:
     """The columns of a file. Raises CheckpointError where it is damaged or something else."""
-    file_size(file)  # a pipe would wait for ever
+    file_size(file)  # a pipe would block
     reader = _read_parquet if file.suffix == ".parquet" else _read_safetensors
     try:
         return reader(file)

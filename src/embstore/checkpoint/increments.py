@@ -305,7 +305,7 @@ class IncrementLog:
         """Applies the increments that are new; returns their numbers.
 
         An increment that is damaged or does not fit raises before a row changes, and the next call tries it
-        again. Where increments were compacted away, the tables are loaded anew.
+        again. Where increments were compacted away, the tables are loaded from the base.
         """
         ranks = ranks_of(group, "IncrementLog.follow()")
 
@@ -326,7 +326,7 @@ class IncrementLog:
         return list(range(before + 1, self.applied + 1))
 
     def _news(self, entries: Entries) -> list[int] | None:
-        """The numbers to apply, or None when the tables have to be loaded anew."""
+        """The numbers to apply, or None when the tables have to be loaded from the base."""
         last = _last(entries)
         if self.applied > last:
             raise CheckpointError(

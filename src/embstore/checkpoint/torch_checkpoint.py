@@ -208,6 +208,6 @@ class TablesState(Stateful):
         if not alike or not table.restore_admission_counters(counters.view(np.uint16)):
             warnings.warn(
                 f"admission counters of table {label!r} are not loaded: those of the checkpoint are for "
-                "another world size, ownership or admission_threshold; keys without a row are counted anew",
+                "another world size, ownership or admission_threshold; keys without a row are counted from 0",
                 stacklevel=5,
             )

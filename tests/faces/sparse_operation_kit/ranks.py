@@ -347,7 +347,7 @@ def capacity(rank, size):
     np.testing.assert_array_equal(np.sort(keys), mine(50, room))
     np.testing.assert_allclose(values, np.full((78, 3), 0.9), rtol=1e-5)
     np.testing.assert_array_equal(variable.indices, [*mine(0, 50), *mine(1000, 1078)])
-    # A key that comes back, asked for by the other rank, begins anew.
+    # A key that comes back, asked for by the other rank, starts fresh.
     back = (rank + 1) % size + 60 * size
     row = sok.all2all_dense_embedding(variable, [back])
     np.testing.assert_array_equal(row, [[1, 1, 1]])

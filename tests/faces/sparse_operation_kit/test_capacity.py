@@ -28,7 +28,7 @@ def test_the_least_recently_used_rows_give_way_with_their_states():
     np.testing.assert_array_equal(np.sort(keys), np.arange(50, 128))
     np.testing.assert_allclose(values, np.full((78, 3), 0.9), rtol=1e-5)
     np.testing.assert_array_equal(variable.indices, [*range(50), *range(1000, 1078)])
-    # A key that comes back begins anew.
+    # A key that comes back starts fresh.
     np.testing.assert_array_equal(read([60]), [[1, 1, 1]])
     np.testing.assert_array_equal(wrapper.get_slot(variable, "m").sparse_read([60]), [[0, 0, 0]])
 
