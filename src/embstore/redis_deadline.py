@@ -1,6 +1,6 @@
 """Sockets of redis-py that keep to one deadline and one size, whatever the server does.
 
-redis-py, as most clients, limits each `recv`, so a server that sends a byte a second holds a call without end.
+redis-py, as most clients, limits each `recv`, so a server that sends a byte a second never lets a call end.
 The limits here are of a whole call: connecting, sending and all answers.
 
     with call_limits(seconds=10):
