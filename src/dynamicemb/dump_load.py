@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +29,11 @@ __all__ = [
     "get_dynamic_emb_module",
 ]
 
+logger = logging.getLogger(__name__)
+
+LAYOUT_VARIABLE = "DYNAMICEMB_LAYOUT"
+_warned: set[str] = set()  # clients call at every save, whatever the model: one warning a process
+
 Selection = dict[str, dict[str, DynamicTable]]
 TableNames = Mapping[str, Sequence[str]] | Sequence[str] | None
 
@@ -36,31 +43,38 @@ def DynamicEmbDump(
     model: nn.Module,
     table_names: TableNames = None,
     optim: bool | None = False,
+    counter: bool | dist.ProcessGroup | None = None,
     pg: dist.ProcessGroup | None = None,
+    allow_overwrite: bool = False,
     *,
     async_: bool = False,
-    layout: str = "v1a",
-    allow_overwrite: bool = False,
+    layout: str | None = None,
 ) -> DumpHandle | None:
     """Writes the dynamic tables of a model to a folder, by all ranks together.
 
     path             the folder; it appears when the dump is complete. One that has files is refused
     table_names      {collection: [tables]}, by the collection's path or its last component; None: all
     optim            optimizer states too
+    counter          True or False: the dump is for current readers, in layout v2. Counts of keys without a
+                     row are kept in any case. A process group in this place is taken as `pg`
     pg               the ranks that take part; None: those that share the tables
+    allow_overwrite  replaces a folder that has files, in one step
     async_           returns a handle at once; training may go on while the state of now is written, and
                      handle.wait() returns when it is
-    layout           "v1a" (the documented one) or "v2" (that of newer versions of the original package)
-    allow_overwrite  replaces a folder that has files, in one step
+    layout           "v1a" (the documented one) or "v2" (that of newer versions of the original package).
+                     None: what the environment variable DYNAMICEMB_LAYOUT says, else v2 if `counter` is given
 
     Each collection has its folder, named after its path with "model" as the root; a table is a file of
     int64 keys and a file of float32 vectors, and so is each optimizer state. See docs/formats.md.
 
         DynamicEmbDump("/data/monday", model, optim=True)
     """
+    counter, pg = _counter_or_group(counter, pg)
+    layout = _layout(layout, counter)
     selected = _select(model, table_names, "DynamicEmbDump")
     if not selected:
         return None
+    _note_counters(counter, selected)
     for table in _tables(selected):
         table.optimizer_args()  # lets the learning rate of a scheduler reach the table
     return embstore.dump(
@@ -80,6 +94,7 @@ def DynamicEmbLoad(
     model: nn.Module,
     table_names: TableNames = None,
     optim: bool = False,
+    counter: bool | dist.ProcessGroup | None = None,
     pg: dist.ProcessGroup | None = None,
 ) -> None:
     """Reads the dynamic tables of a model from a dump of any layout and world size.
@@ -90,9 +105,11 @@ def DynamicEmbLoad(
 
         DynamicEmbLoad("/data/monday", model, optim=True)
     """
+    counter, pg = _counter_or_group(counter, pg)
     selected = _select(model, table_names, "DynamicEmbLoad")
     if not selected:
         return
+    _note_counters(counter, selected)
     embstore.load(
         path,
         {c: {n: t.table for n, t in named.items()} for c, named in selected.items()},
@@ -105,13 +122,45 @@ def DynamicEmbLoad(
             table.load_optimizer_args({"lr": table.table.learning_rate})
 
 
+def _counter_or_group(
+    counter: object, pg: dist.ProcessGroup | None
+) -> tuple[bool | None, dist.ProcessGroup | None]:
+    """The fifth argument is `pg` in the older documents and `counter` in the newer ones."""
+    if isinstance(counter, dist.ProcessGroup):
+        if pg is not None:
+            raise TypeError(f"counter should be a bool beside a pg but is a process group: {counter!r}")
+        return None, counter
+    if counter is not None and not isinstance(counter, bool):
+        raise TypeError(f"counter should be a bool, None or a process group but is: {counter!r}")
+    if pg is not None and not isinstance(pg, dist.ProcessGroup):
+        raise TypeError(f"pg should be None or a process group but is: {pg!r}")
+    return counter, pg
+
+
+def _layout(layout: str | None, counter: bool | None) -> str:
+    if layout is not None:
+        return layout
+    wanted = os.environ.get(LAYOUT_VARIABLE)
+    if not wanted:
+        return "v1a" if counter is None else "v2"
+    if wanted not in ("v1a", "v2"):
+        raise ValueError(f"{LAYOUT_VARIABLE} should be v1a or v2 but is: {wanted!r}")
+    return wanted
+
+
+def _note_counters(counter: bool | None, selected: Selection) -> None:
+    if counter and not any(table.options.admit_strategy for table in _tables(selected)):
+        logger.info("counter=True: no table has an admit_strategy, so there are no counts")
+
+
 def _tables(selected: Selection) -> list[DynamicTable]:
     return [table for named in selected.values() for table in named.values()]
 
 
 def _select(model: nn.Module, table_names: TableNames, caller: str) -> Selection:
     collections = find_collections(model)
-    if not collections:
+    if not collections and caller not in _warned:
+        _warned.add(caller)
         warnings.warn(f"{caller} found no dynamic table in the model", UserWarning, stacklevel=3)
     if table_names is None:
         return {path: dict(collection.tables) for path, collection in collections.items()}

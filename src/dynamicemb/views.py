@@ -34,9 +34,10 @@ class TablesView:
         return [table.options for table in self._by_name.values()]
 
     def flush(self) -> None:
-        """Writes changed rows to the stores below."""
+        """Writes changed rows to the stores below, where there are any."""
         for table in self._by_name.values():
-            table.table.flush()
+            if table.table.store is not None:
+                table.table.flush()
 
     def set_learning_rate(self, lr: float) -> None:
         """For all tables, from the next update on."""

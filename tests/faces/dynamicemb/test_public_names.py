@@ -105,6 +105,7 @@ SIGNATURES = {
         "model": REQUIRED,
         "table_names": None,
         "optim": False,
+        "counter": None,
         "pg": None,
     },
     dynamicemb.DynamicEmbLoad: {
@@ -112,6 +113,7 @@ SIGNATURES = {
         "model": REQUIRED,
         "table_names": None,
         "optim": False,
+        "counter": None,
         "pg": None,
     },
     importlib.import_module("dynamicemb.incremental_dump").incremental_dump: {
