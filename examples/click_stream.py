@@ -100,7 +100,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.manual_seed(options.seed)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # explicit, so that torch does not warn about the default
+    torch.sparse.check_sparse_tensor_invariants.disable()  # explicit, or torch warns
 
     def dynamic(name: str) -> embstore.Embedding:
         return embstore.Embedding(
