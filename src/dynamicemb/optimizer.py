@@ -112,12 +112,10 @@ def truncate_optimizer_states_for_checkpoint(
     optimizer: BaseDynamicEmbeddingOptimizer, emb_dim: int, opt_states_runtime: torch.Tensor
 ) -> torch.Tensor:
     """The columns of states in memory that a dump keeps."""
-    width = optimizer.get_ckpt_state_dim(emb_dim)
-    if opt_states_runtime.shape[1] < width:
-        raise ValueError(
-            f"opt_states_runtime should have at least {width} columns but has: {opt_states_runtime.shape[1]}"
-        )
-    return opt_states_runtime[:, :width].contiguous() if width else opt_states_runtime
+    kept, columns = optimizer.get_ckpt_state_dim(emb_dim), opt_states_runtime.size(1)
+    if kept > columns:
+        raise ValueError(f"opt_states_runtime should have at least {kept} columns but has: {columns}")
+    return opt_states_runtime.narrow(1, 0, kept).clone()
 
 
 def pad_optimizer_states_from_checkpoint(
@@ -129,9 +127,9 @@ def pad_optimizer_states_from_checkpoint(
     device: torch.device,
 ) -> torch.Tensor:
     """States of a dump as wide as in memory; columns that the dump lacks get the initial value."""
+    rows, columns = opt_states_from_file.shape
     width = optimizer.get_state_dim(emb_dim)
-    if not width:
-        return opt_states_from_file
-    states = opt_states_from_file[:, :width].to(device=device, dtype=values_dtype)
-    missing = width - states.shape[1]
-    return torch.nn.functional.pad(states, (0, missing), value=initial_accumulator_value).contiguous()
+    states = torch.full((rows, width), initial_accumulator_value, dtype=values_dtype, device=device)
+    known = min(columns, width)
+    states[:, :known] = opt_states_from_file[:, :known].to(states)
+    return states

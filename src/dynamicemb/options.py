@@ -31,7 +31,7 @@ from dynamicemb.enumerations import (
     DynamicEmbScoreStrategy,
 )
 from dynamicemb.score_strategies import ScoreStrategy, normalize_score_strategy
-from dynamicemb.types import AdmissionStrategy, Counter
+from dynamicemb.types import AdmissionStrategy, Counter, Storage
 from embstore.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -221,6 +221,11 @@ class DynamicEmbTableOptions(HKVConfig):
             "None or a function",
             self.external_storage,
         )
+        if isinstance(self.external_storage, type) and issubclass(self.external_storage, Storage):
+            raise NotImplementedError(
+                f"external_storage of a Storage class is not available yet; give a function of "
+                f"(embstore.TableOptions, rank) that makes a store, not: {self.external_storage.__name__}"
+            )
 
     @property
     def single_strategy(self) -> DynamicEmbScoreStrategy:

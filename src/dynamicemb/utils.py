@@ -19,19 +19,24 @@ TORCHREC_TYPES = {EmbeddingBagCollection, EmbeddingCollection}
 def tabulate(
     table: Sequence[Sequence[Any]], headers: Sequence[str] | None = None, sub_headers: bool = False
 ) -> str:
-    """Rows as text in columns, with a line below the headers: the first row where none are given.
+    """A table as text: columns as wide as their longest cell, numbers to the right.
 
-    sub_headers  draws a line below the first row too
+    headers      names of the columns; None: the first row has them
+    sub_headers  the row after the headers belongs to them
     """
-    lines = [[str(cell) for cell in row] for row in table]
-    top = list(headers) if headers is not None else lines.pop(0)
-    widths = [max(map(len, column)) for column in zip(top, *lines, strict=True)]
-    rule = " | ".join("-" * width for width in widths)
-    text = [" | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines]
-    text[:0] = [" | ".join(cell.center(w) for cell, w in zip(top, widths, strict=True)), rule]
-    if sub_headers:
-        text.insert(3, rule)
-    return "\n".join(text)
+    rows = [list(row) for row in ([headers, *table] if headers is not None else table)]
+    width_of = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+
+    def shown(row: list[Any]) -> str:
+        cells = [
+            f"{cell:>{width}}" if isinstance(cell, (int, float)) else f"{cell!s:<{width}}"
+            for cell, width in zip(row, width_of, strict=True)
+        ]
+        return "  ".join(cells).rstrip()
+
+    count = 2 if sub_headers else 1
+    ruler = "=" * (sum(width_of) + 2 * (len(width_of) - 1))
+    return "\n".join([*map(shown, rows[:count]), ruler, *map(shown, rows[count:])])
 
 
 def assert_tensors_equal(

@@ -76,18 +76,11 @@ class Spec:
         )
 
 
-class BagSharder(DynamicEmbeddingBagCollectionSharder):
-    """TorchRec offers row-wise static bags for GPUs only, though they run on the CPU."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [*super().sharding_types(compute_device_type), ShardingType.ROW_WISE.value]
-
-
 def sharders(fused_params: Mapping[str, Any] | None = None, dedup: bool = False) -> list[Any]:
     params = dict(SGD if fused_params is None else fused_params)
     return [
         DynamicEmbeddingCollectionSharder(fused_params=params, use_index_dedup=dedup),
-        BagSharder(fused_params=params),
+        DynamicEmbeddingBagCollectionSharder(fused_params=params),
     ]
 
 

@@ -38,7 +38,7 @@ from dynamicemb.dynamicemb_config import (
 from dynamicemb.embedding_admission import MultiTableKVCounter
 from dynamicemb.incremental_dump import get_score, incremental_dump
 from dynamicemb.initializer import create_initializer_from_args
-from dynamicemb.types import MemoryType
+from dynamicemb.types import MemoryType, Storage
 
 CPU = torch.device("cpu")
 Strategy, Mode = DynamicEmbScoreStrategy, DynamicEmbInitializerMode
@@ -169,6 +169,14 @@ def test_a_missing_key_in_eval_reads_the_constant_zero() -> None:
         options(eval_initializer_args=DynamicEmbInitializerArgs(Mode.CONSTANT, value=0.5))
     module = tables(options(eval_initializer_args=DynamicEmbInitializerArgs(Mode.CONSTANT))).eval()
     assert not module(torch.tensor([5]), torch.tensor([0, 1])).any()
+
+
+def test_a_storage_class_as_external_storage_is_refused_with_what_to_give() -> None:
+    class Rows(Storage):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"a function of .* not: Rows"):
+        options(external_storage=Rows)
 
 
 def test_an_epoch_strategy_has_a_name_only() -> None:

@@ -204,8 +204,9 @@ def test_rowwise_states_are_cut_for_dumps_and_widened_after() -> None:
 
 def test_a_table_of_text_has_columns_and_tensors_are_compared() -> None:
     text = utils.tabulate([["a", 1], ["long", 22]], ["name", "n"])
-    assert text.splitlines() == ["name | n ", "---- | --", "a    | 1 ", "long | 22"]
-    assert utils.tabulate([["name", "n"], ["a", 1]]).splitlines()[0] == "name | n"
+    assert text.splitlines() == ["name  n", "========", "a      1", "long  22"]
+    two = utils.tabulate([["name", "n"], ["", "rows"], ["a", 1]], sub_headers=True).splitlines()
+    assert two == ["name  n", "      rows", "==========", "a        1"]
     utils.assert_tensors_equal(torch.ones(2), torch.ones(2), dtype=torch.float32)
     with pytest.raises(AssertionError):
         utils.assert_tensors_equal(torch.ones(2), torch.zeros(2))
