@@ -341,7 +341,9 @@ def cached_base(dump: Dump, dtype: RowDType, missing: str, cache: Path) -> Base:
             return open_base(folder, missing, None if rows_inside else dump)
         except (CheckpointError, FileNotFoundError):
             shutil.rmtree(folder, ignore_errors=True)
-        write_base(dump, folder, dtype, rows_inside)
+        # A reader that drops the base of an older state may have removed the lock file meanwhile.
+        with contextlib.suppress(FileExistsError):
+            write_base(dump, folder, dtype, rows_inside)
         return open_base(folder, missing, None if rows_inside else dump)
 
 
