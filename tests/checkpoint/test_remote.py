@@ -1,12 +1,12 @@
 """Dumps and logs on file systems without rename: whole or not at all, and verified when they come back."""
 
 import os
-import socket
 import uuid
 
 import fsspec
 import numpy as np
 import pytest
+from redis_server import free_port
 
 import embstore
 from embstore.checkpoint.remote import MARKER, Mirror, RemoteFolder
@@ -25,9 +25,7 @@ def trained(name="user"):
 def s3():
     """A server that speaks S3 on the loopback interface."""
     server = pytest.importorskip("moto.server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     running = server.ThreadedMotoServer("127.0.0.1", port, verbose=False)
     running.start()
     options = {

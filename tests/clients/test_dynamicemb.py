@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from clients.test_sok import run
+from process_groups import run
 
 PROGRAMS = ("dynamicemb_torcheasyrec.py", "dynamicemb_hstu.py")
 

@@ -1,29 +1,12 @@
 """Programs that use SparseOperationKit as its known clients do, on one rank and on two."""
 
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from process_groups import run
 
 PROGRAMS = ("sok_easyrec.py", "sok_merlin.py", "sok_hugectr.py")
-
-
-def run(command, seconds):
-    """Runs it in a group of its own, so that no child outlives the time limit."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, output[-6000:]
-    return output
 
 
 @pytest.mark.slow

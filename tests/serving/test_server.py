@@ -16,6 +16,7 @@ import time
 import httpx
 import numpy as np
 import pytest
+from redis_server import free_port
 
 import embstore
 from embstore.serving.wire import WireError, pack_request, unpack_request, unpack_response
@@ -29,12 +30,6 @@ def trained(name="user", dim=5):
     made = embstore.Table(name, dim=dim, optimizer=embstore.SGD(lr=0.5), score_strategy="step")
     made.find_or_insert(KEYS)
     return made
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -12,6 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from faces.dynamicemb.small_tables import (
+    CPU,
+    QUARTER,
+    options,
+    tables,
+    train,
+)
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec import (
@@ -26,10 +33,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from dynamicemb import (
     DynamicEmbDump,
-    DynamicEmbInitializerArgs,
-    DynamicEmbInitializerMode,
     DynamicEmbLoad,
-    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     FrequencyAdmissionStrategy,
     KVCounter,
@@ -45,25 +49,6 @@ from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
 from dynamicemb.shard.embedding import DynamicEmbeddingCollectionContext
 from dynamicemb.types import CopyMode, Storage
-
-CPU = torch.device("cpu")
-Strategy, Mode = DynamicEmbScoreStrategy, DynamicEmbInitializerMode
-TIMESTAMP, LFU, STEP = Strategy.TIMESTAMP, Strategy.LFU, Strategy.STEP
-QUARTER = DynamicEmbInitializerArgs(Mode.CONSTANT, value=0.25)
-
-
-def options(**more: Any) -> DynamicEmbTableOptions:
-    return DynamicEmbTableOptions(**{"dim": 4, "max_capacity": 1024, "initializer_args": QUARTER, **more})
-
-
-def tables(*made: DynamicEmbTableOptions, **keywords: Any) -> BatchedDynamicEmbeddingTables:
-    return BatchedDynamicEmbeddingTables(list(made), learning_rate=0.5, **keywords)
-
-
-def train(module: Any, *keys: int) -> torch.Tensor:
-    out = module(torch.tensor(keys), torch.tensor([0, len(keys)]))
-    out.sum().backward()
-    return out.detach()
 
 
 @pytest.fixture

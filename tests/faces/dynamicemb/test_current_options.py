@@ -9,6 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faces.dynamicemb.small_tables import (
+    LFU,
+    QUARTER,
+    STEP,
+    TIMESTAMP,
+    Mode,
+    Strategy,
+    options,
+    tables,
+    train,
+)
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 import embstore
@@ -19,14 +30,11 @@ from dynamicemb import (
     DynamicEmbDump,
     DynamicEmbEvictStrategy,
     DynamicEmbInitializerArgs,
-    DynamicEmbInitializerMode,
     DynamicEmbLoad,
-    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     FrequencyAdmissionStrategy,
     KVCounter,
 )
-from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTables
 from dynamicemb.dynamicemb_config import (
     get_eviction_score_strategy,
     get_physical_score_order,
@@ -39,26 +47,6 @@ from dynamicemb.embedding_admission import MultiTableKVCounter
 from dynamicemb.incremental_dump import get_score, incremental_dump
 from dynamicemb.initializer import create_initializer_from_args
 from dynamicemb.types import MemoryType, Storage
-
-CPU = torch.device("cpu")
-Strategy, Mode = DynamicEmbScoreStrategy, DynamicEmbInitializerMode
-TIMESTAMP, LFU, STEP = Strategy.TIMESTAMP, Strategy.LFU, Strategy.STEP
-QUARTER = DynamicEmbInitializerArgs(Mode.CONSTANT, value=0.25)
-
-
-def options(**more: Any) -> DynamicEmbTableOptions:
-    return DynamicEmbTableOptions(**{"dim": 4, "max_capacity": 1024, "initializer_args": QUARTER, **more})
-
-
-def tables(*made: DynamicEmbTableOptions, **keywords: Any) -> BatchedDynamicEmbeddingTables:
-    return BatchedDynamicEmbeddingTables(list(made), learning_rate=0.5, **keywords)
-
-
-def train(module: Any, *keys: int) -> torch.Tensor:
-    out = module(torch.tensor(keys), torch.tensor([0, len(keys)]))
-    out.sum().backward()
-    return out.detach()
-
 
 # ---- score strategies
 

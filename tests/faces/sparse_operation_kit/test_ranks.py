@@ -1,15 +1,13 @@
 """Several real processes: torchrun and gloo, and horovod where it is installed."""
 
 import importlib.util
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from faces.sparse_operation_kit import ranks
+from process_groups import run
 
 from sparse_operation_kit import communication
 
@@ -17,21 +15,6 @@ PROGRAM = Path(__file__).with_name("ranks.py")
 needs_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="horovod is not installed"
 )
-
-
-def run(command, seconds):
-    """Runs it in a group of its own, so that no child outlives the time limit."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, output[-6000:]
-    return output
 
 
 def torchrun(count, program, *arguments):
