@@ -28,7 +28,7 @@ from contextlib import contextmanager
 import numpy as np
 
 import embstore
-from embstore.store_urls import open_store
+from embstore.stores.urls import open_store
 
 from .ids import scatter, zipf_rows
 from .registry import Row, Run, register

@@ -1,6 +1,6 @@
 // A parameter server plug-in: rows in a map of this process, answered by a thread of its own.
 //
-//     include=$(python -c 'import embstore.plugin_store as p; print(p.include_dir())')
+//     include=$(python -c 'import embstore.stores.plugin as p; print(p.include_dir())')
 //     c++ -std=c++17 -O2 -shared -fPIC -pthread -I "$include" parameter_server_plugin.cpp -o plugin.so
 //
 //     torch.ops.tde.register_io("plugin.so")

@@ -37,8 +37,8 @@ from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.scores import get_score, set_score
 from dynamicemb.tables import HoldsDynamicTables, engine_options, make_table
 from dynamicemb.unavailable import unavailable_class
-from embstore.batch import as_key_tensor, as_weights
 from embstore.distributed.ranks import Ranks
+from embstore.nn.batch import as_key_tensor, as_weights
 
 __all__ = [
     "BatchedDynamicEmbeddingTables",

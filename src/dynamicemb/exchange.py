@@ -13,10 +13,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from embstore.arrays import empty_tensor
-from embstore.batch import Access, Batch
 from embstore.distributed.exchange import as_bytes, swap, swap_with_marks, with_marks
 from embstore.distributed.ranks import TorchRanks
 from embstore.distributed.routing import sum_rows
+from embstore.nn.batch import Access, Batch
 
 STEP = "a step of dynamic tables"  # in errors
 

@@ -20,9 +20,9 @@ from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.tables import DynamicTable
 from embstore.arrays import empty_tensor
-from embstore.batch import Access, Batch, Pooling, Request, run_batch
 from embstore.distributed.exchange import with_marks
 from embstore.distributed.ranks import Ranks
+from embstore.nn.batch import Access, Batch, Pooling, Request, run_batch
 
 
 class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):

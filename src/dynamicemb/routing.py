@@ -21,10 +21,10 @@ from torchrec.streamable import Multistreamable
 
 import embstore
 from dynamicemb.exchange import STEP
-from embstore.batch import as_key_tensor, as_weights
 from embstore.distributed.exchange import all_to_all, swap_headers
 from embstore.distributed.ranks import Ranks, TorchRanks
 from embstore.distributed.routing import Route, route_keys
+from embstore.nn.batch import as_key_tensor, as_weights
 
 
 @dataclass

@@ -6,9 +6,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from embstore import metrics, serving, stores
+from embstore import (
+    metrics,
+    old_paths,  # noqa: F401
+    serving,
+    stores,
+)
 from embstore._core import get_num_threads, isa, set_num_threads
 from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
@@ -32,7 +38,8 @@ from embstore.slot_map import SlotMap
 from embstore.table import RefusedKeysError, Table
 
 if TYPE_CHECKING:
-    from embstore.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
+    from embstore import nn
+    from embstore.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
 
 __version__ = "0.1.0"
 
@@ -40,10 +47,10 @@ _MODULES = ("Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCol
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("embstore.nn")
     if name in _MODULES:
-        from embstore import modules
-
-        return getattr(modules, name)
+        return getattr(importlib.import_module("embstore.nn"), name)
     raise AttributeError(f"module 'embstore' has no attribute {name!r}")
 
 
@@ -87,6 +94,7 @@ __all__ = [
     "isa",
     "load",
     "metrics",
+    "nn",
     "open_dump",
     "owner",
     "serving",

@@ -4,7 +4,7 @@
     of_users, of_items = look_up(requests, Access.TRAIN)
 
 A result is float32 and has the shape (keys, dim), or (samples, dim) where it is pooled. torch is not needed:
-`embstore.batch` does the same with autograd.
+`embstore.nn.batch` does the same with autograd.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 import embstore
-from embstore.batch import Access, Request, run
 from embstore.initializers import initial_values
-from embstore.row_module import RowModule
+from embstore.nn.batch import Access, Request, run
+from embstore.nn.row_module import RowModule
 from embstore.stores import SsdStore
 from one_embedding.optimizer import Rule, rule_of
 from one_embedding.options import Options, StoreOptions, initializer_from, make_normal_initializer

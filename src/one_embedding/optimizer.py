@@ -1,7 +1,7 @@
 """Training with plain torch optimizers: rows move when an optimizer that holds the embedding steps.
 
-embstore.row_module tells an embedding when such an optimizer steps. Here the optimizer's rule and the numbers
-of its param group become an optimizer of embstore, so learning-rate schedulers work as usual.
+embstore.nn.row_module tells an embedding when such an optimizer steps. Here the optimizer's rule and the
+numbers of its param group become an optimizer of embstore, so learning-rate schedulers work as usual.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import embstore
-from embstore.row_module import held_by, is_shadow
+from embstore.nn.row_module import held_by, is_shadow
 
 if TYPE_CHECKING:
     from one_embedding.embedding import MultiTableMultiColumnEmbedding

@@ -1,7 +1,7 @@
 """Dump and load of rows and optimizer states, and the rows that changed since a given time.
 
-Rank 0 writes the files (embstore.sok_files has their format); every rank reads what it owns, so a dump of any
-number of ranks loads into any other.
+Rank 0 writes the files (embstore.formats.sok has their format); every rank reads what it owns, so a dump of
+any number of ranks loads into any other.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 import embstore
-from embstore.checkpoint.ranks import CheckpointError
-from embstore.sok_files import DumpReader, DumpWriter, TableReader, TableWriter
+from embstore.checkpoint.errors import CheckpointError
+from embstore.formats.sok import DumpReader, DumpWriter, TableReader, TableWriter
 from sparse_operation_kit import bridge
 from sparse_operation_kit.communication import Single, agree, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable

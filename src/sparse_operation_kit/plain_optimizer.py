@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from embstore.sok_files import STATES
+from embstore.formats.sok import STATES
 from sparse_operation_kit.rules import KERAS_PACKAGES
 from sparse_operation_kit.static import StaticVariable
 

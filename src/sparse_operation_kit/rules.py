@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import embstore
 from embstore import EpsPlacement
-from embstore.sok_files import STATES
+from embstore.formats.sok import STATES
 from sparse_operation_kit import bridge
 
 KERAS_PACKAGES = ("keras", "tf_keras", "tensorflow")

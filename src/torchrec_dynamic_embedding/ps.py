@@ -22,8 +22,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embstore import _core
 from embstore.arrays import address
-from embstore.store_urls import is_shared, open_store
 from embstore.stores import Store
+from embstore.stores.urls import is_shared, open_store
 
 DEFAULT_PS_CHUNK_SIZE = 8 * 1024 * 1024
 MOST_ROWS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from embstore.plugin_store import load_plugin
+from embstore.stores.plugin import load_plugin
 
 _library = torch.library.Library("tde", "FRAGMENT")
 _library.define("register_io(str path) -> ()")

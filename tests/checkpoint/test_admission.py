@@ -14,7 +14,7 @@ from checkpoint.tables import make
 from faces.dynamicemb import ranks
 
 import embstore
-from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.errors import CheckpointError
 
 KEYS = np.arange(200) * 7919 - 300_000
 FILE = "user_admission.rank_0.world_size_1"

@@ -288,7 +288,7 @@ def test_a_log_a_dump_and_a_compaction_that_were_published_may_be_made_again(
 
 
 def test_a_dump_of_sok_that_was_published_may_be_made_again(tmp_path: Path, after_rename: Any) -> None:
-    from embstore.sok_files import DumpReader, DumpWriter
+    from embstore.formats.sok import DumpReader, DumpWriter
 
     def written(value: float) -> None:
         with DumpWriter(tmp_path / "sok") as writer:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import embstore
 from embstore.cli.commands import app
-from embstore.sok_files import DumpReader
+from embstore.formats.sok import DumpReader
 
 OPTIMIZERS = (
     embstore.SGD(),

@@ -8,7 +8,7 @@ import torch
 from native_tables import everything
 
 import embstore
-from embstore import compiled
+from embstore.nn import compiled
 
 DTYPES = {None: torch.float32, torch.float16: torch.float16, torch.float64: torch.float64}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import embstore
-from embstore.batch import Access
-from embstore.device_tier import DeviceTier
+from embstore.nn.batch import Access
+from embstore.nn.device_tier import DeviceTier
 
 OPTIMIZERS = [
     embstore.SGD(lr=0.3),

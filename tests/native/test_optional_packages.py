@@ -1,11 +1,16 @@
 """Without an optional package, and while another thread imports one."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 
-REDIS = "from embstore.redis_store import RedisStore; RedisStore('redis://h:1', table='t', tensor_bytes=[8])"
+from embstore import old_paths
+
+REDIS = (
+    "from embstore.stores.redis.store import RedisStore as R; R('redis://h:1', table='t', tensor_bytes=[8])"
+)
 USES = [
     ("torch", "torch", "import embstore; embstore.Embedding(4)"),
     ("torch", "torch", "import embstore.checkpoint.torch_checkpoint"),
@@ -39,7 +44,7 @@ def test_calls_work_while_another_thread_imports_torch():
 import sys, threading
 import numpy as np
 import embstore
-from embstore.checkpoint.ranks import ranks_of
+from embstore.distributed.ranks import ranks_of
 
 table = embstore.Table("t", dim=2)
 thread = threading.Thread(target=__import__, args=("torch",))
@@ -56,3 +61,8 @@ print(during)
     done = run(program)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
+
+
+@pytest.mark.parametrize("old, new", sorted(old_paths.MOVED.items()))
+def test_a_module_that_has_moved_is_the_same_module_by_its_old_name(old: str, new: str) -> None:
+    assert importlib.import_module(old) is importlib.import_module(new)

@@ -17,8 +17,8 @@ import redis_server
 from stores.test_table_over_store import DictStore
 
 import embstore
-from embstore.redis_store import RedisStore
 from embstore.stores import MemoryStore, SsdStore, Store, TieredStore, row_bytes
+from embstore.stores.redis.store import RedisStore
 
 KEYS, DIM, BATCH = 4001, 16, 97
 BYTES = row_bytes(DIM)

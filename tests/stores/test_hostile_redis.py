@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from stores.hostile_redis import HostileRedis, slowly
 
-from embstore.redis_store import RedisStore
+from embstore.stores.redis.store import RedisStore
 
 KEYS = np.arange(7)
 ROW = b"$8\r\nabcdefgh\r\n"
@@ -201,7 +201,7 @@ def test_an_answer_of_a_huge_length_takes_no_memory(call, huge, serve):
 
 
 def test_an_answer_without_an_end_is_given_up(serve, monkeypatch):
-    from embstore import redis_deadline
+    from embstore.stores.redis import deadline as redis_deadline
 
     monkeypatch.setattr(redis_deadline, "MOST_BYTES", 1 << 20)
 

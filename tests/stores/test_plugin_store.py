@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import torchrec_dynamic_embedding.register_io  # noqa: F401 - torch.ops.tde
-from embstore import plugin_store
-from embstore.plugin_store import include_dir, load_plugin
-from embstore.store_urls import open_store
+from embstore.stores import plugin as plugin_store
+from embstore.stores.plugin import include_dir, load_plugin
+from embstore.stores.urls import open_store
 
 ROOT = Path(__file__).parents[2]
 SIZES = [12, 4]
@@ -171,8 +171,8 @@ def test_a_file_of_the_current_folder_is_found(plugins, monkeypatch):
 TAKES_OVER = """
 import logging, sys
 import numpy as np
-from embstore.plugin_store import PluginStore, load_plugin
-from embstore.store_urls import is_shared, open_store, tiers
+from embstore.stores.plugin import PluginStore, load_plugin
+from embstore.stores.urls import is_shared, open_store, tiers
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 scheme, path = sys.argv[1:]

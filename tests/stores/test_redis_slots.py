@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import redis_server
 
-from embstore.redis_store import RedisStore
+from embstore.stores.redis.store import RedisStore
 
 pytestmark = [
     pytest.mark.multirank,

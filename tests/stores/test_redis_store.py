@@ -10,8 +10,8 @@ import redis_server
 
 import embstore
 from embstore import stores
-from embstore.redis_store import RedisStore
-from embstore.store_urls import open_store, tiers
+from embstore.stores.redis.store import RedisStore
+from embstore.stores.urls import open_store, tiers
 
 pytestmark = [
     pytest.mark.multirank,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from embstore.redis_url import parse_redis_url
-from embstore.store_urls import open_store
+from embstore.stores.redis.url import parse_redis_url
+from embstore.stores.urls import open_store
 
 
 @pytest.mark.parametrize(

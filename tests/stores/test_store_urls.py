@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import embstore
-from embstore.store_urls import is_shared, open_store, tiers
 from embstore.stores import SsdStore
+from embstore.stores.urls import is_shared, open_store, tiers
 
 KEYS = np.array([5, -9, 2**40])
 ROWS = np.arange(3 * 12, dtype=np.uint8).reshape(3, 12)
@@ -31,7 +31,7 @@ def test_one_process_meets_one_store_for_each_table_and_column(scheme, tmp_path)
 def test_an_ssd_store_begins_with_what_another_process_flushed(tmp_path):
     program = (
         "import sys, numpy as np\n"
-        "from embstore.store_urls import open_store\n"
+        "from embstore.stores.urls import open_store\n"
         "store = open_store('ssd://' + sys.argv[1], table='t', tensor_bytes=[4])\n"
         "keys = np.arange(100); found = store.contains(keys).sum()\n"
         "for n in (40, 70):\n"
@@ -51,7 +51,7 @@ TRAIN = """
 import sys
 import numpy as np
 import embstore
-from embstore.store_urls import tiers
+from embstore.stores.urls import tiers
 
 urls, step = sys.argv[1:-1], int(sys.argv[-1])
 options = embstore.TableOptions(name="user", dim=4, max_capacity=128)

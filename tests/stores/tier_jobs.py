@@ -6,7 +6,7 @@ from faces.dynamicemb.jobs import bags
 from faces.dynamicemb.models import Spec, dmp, outputs, tables
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from embstore.store_urls import tiers
+from embstore.stores.urls import tiers
 
 KEYS = 600
 

@@ -4,7 +4,7 @@
  * A plug-in is a shared library that exports one variable and four functions. The host loads it
  * with torch.ops.tde.register_io(path) and then opens URLs "<IO_type>://<cfg>" with it.
  *
- *     include=$(python -c 'import embstore.plugin_store as p; print(p.include_dir())')
+ *     include=$(python -c 'import embstore.stores.plugin as p; print(p.include_dir())')
  *     c++ -std=c++17 -O2 -shared -fPIC -I "$include" my_plugin.cpp -o my_plugin.so
  *
  * Words: an id has `num_cols_` columns (parts of its vector, counted as 1 when the field is 0), and

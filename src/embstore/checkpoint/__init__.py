@@ -6,10 +6,11 @@ embstore.open_dump(path)["model"]["user"].values
 """
 
 from embstore.checkpoint.dumping import DumpHandle, dump
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.loading import load
-from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
+from embstore.distributed.ranks import Ranks, ranks_of
 
 __all__ = [
     "CheckpointError",

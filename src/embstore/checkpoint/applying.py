@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from embstore.checkpoint.dumping import Tables
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.fitting import Match, fit
 from embstore.checkpoint.loading import ascending_rows, may_overflow, owned_blocks, place
 from embstore.checkpoint.log_entries import identities, optim_of, ownership_in
 from embstore.checkpoint.merging import all_keys, removed_keys
-from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.reading import Dump, verify
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import TableSpec
+from embstore.distributed.ranks import Ranks
 from embstore.ownership import owner
 from embstore.rows import Rows
 from embstore.table import Table

@@ -17,23 +17,27 @@ from pathlib import Path
 
 import numpy as np
 
-from embstore.checkpoint import foreign_files, merging, one_embedding_files
-from embstore.checkpoint.columns import Columns
+from embstore.checkpoint import merging
 from embstore.checkpoint.drafts import Draft, check_target
 from embstore.checkpoint.dumping import start
-from embstore.checkpoint.layouts import WRITTEN
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.names import file_stem, name_of
-from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.replaying import open_any
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
-from embstore.checkpoint.writing import Order, Progress
+from embstore.checkpoint.writing import DumpOptions, Progress
+from embstore.distributed.ranks import Ranks
+from embstore.formats import described, parquet, safetensors
+from embstore.formats import one_embedding as one_embedding_files
+from embstore.formats.columns import Columns
+from embstore.formats.dynamicemb import WRITTEN
+from embstore.formats.sok import STATES, DumpReader, DumpWriter, is_sok_dump
 from embstore.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Optimizer, from_dict
 from embstore.ownership import Ownership
 from embstore.rows import Rows
-from embstore.sok_files import STATES, DumpReader, DumpWriter, is_sok_dump
 
+_COLUMN_FORMATS = {module.SUFFIX: module for module in (safetensors, parquet)}
 FORMATS = (*WRITTEN, "safetensors", "parquet", "sok", "one_embedding")
 # The names of SOK's optimizers say which rule it was, but not its numbers.
 _SOK_OPTIMIZERS: tuple[Optimizer, ...] = (
@@ -97,7 +101,7 @@ def convert(
         for number, table in enumerate(stored.tables):
             folder = draft.path / file_stem(table.collection)
             folder.mkdir(exist_ok=True)
-            foreign_files.write(folder / f"{file_stem(table.name)}.{to}", table)
+            _COLUMN_FORMATS[f".{to}"].write(folder / f"{file_stem(table.name)}.{to}", table)
             if progress:
                 progress(number + 1, len(stored.tables))
     return None
@@ -106,7 +110,7 @@ def convert(
 def _to_dump(
     path: Path, target: Path, layout: str, progress: Progress | None, options: OneEmbeddingOptions
 ) -> None:
-    files = sorted(p for p in path.rglob("*") if p.suffix in foreign_files.SUFFIXES)
+    files = sorted(p for p in path.rglob("*") if p.suffix in _COLUMN_FORMATS)
     if files:
         return _write(target, layout, _foreign_sources(files), progress)
     if is_sok_dump(path):
@@ -126,7 +130,8 @@ def _to_dump(
 
 
 def _foreign_sources(files: list[Path]) -> list[_Given]:
-    return [_given(name_of(file.parent.name), *foreign_files.read(file).described(file)) for file in files]
+    tables = ((file, _COLUMN_FORMATS[file.suffix].read(file)) for file in files)
+    return [_given(name_of(file.parent.name), *table.spec_and_rows(file)) for file, table in tables]
 
 
 def _given(collection: str, spec: TableSpec, rows: Rows) -> _Given:
@@ -140,7 +145,7 @@ def _original_source(table: DumpTable) -> _Given:
     arguments = table.found.arguments
     widths = {name: part.states[name].width for name in table.state_names}
     try:
-        spec = foreign_files.inferred_spec(table.name, table.dim, widths, arguments)
+        spec = described.inferred_spec(table.name, table.dim, widths, arguments)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{table.folder / table.name}_opt_args.json: {error}") from error
     by = str(arguments.get("dist_type")).upper()
@@ -160,7 +165,7 @@ def _sok_sources(path: Path) -> list[_Given]:
         table = reader.table(prefix)
         engine_name, names = table.engine_states()
         optimizer = next(o for o in _SOK_OPTIMIZERS if o.engine_name == engine_name)
-        spec = foreign_files.plain_spec(prefix.removesuffix("_0"), max(table.dim, 1), optimizer)
+        spec = described.plain_spec(prefix.removesuffix("_0"), max(table.dim, 1), optimizer)
         steps = int((reader.manifest or {}).get("iterations", 0))
         keys, values, states = table.block(0, len(table))
         joined = np.concatenate([np.empty((len(table), 0)), *(states[name] for name in names)], axis=1)
@@ -184,7 +189,7 @@ def _one_embedding_source(
 ) -> _Given:
     table = one_embedding_files.StoredTable(directories, options.snapshot, stack)
     optimizer = from_dict({"name": options.optimizer})
-    spec = foreign_files.plain_spec(name, table.width if options.dim is None else options.dim, optimizer)
+    spec = described.plain_spec(name, table.width if options.dim is None else options.dim, optimizer)
     if spec.dim + spec.state_width != table.width:
         raise ValueError(
             f"--dim and --optimizer should make rows of {table.width} floats, as table {name!r} has, but "
@@ -218,4 +223,4 @@ def _write(target: Path, layout: str, tables: list[_Given], progress: Progress |
         if optim and not given.has_states:
             raise CheckpointError(f"table {given.source.spec.name!r} has no optimizer states but others have")
     ranks, sources = Ranks(), [given.source for given in tables]
-    start(target, {0: sources}, 1, Order(layout, optim=optim), ranks).run(ranks, progress=progress)
+    start(target, {0: sources}, 1, DumpOptions(layout, optim=optim), ranks).run(ranks, progress=progress)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from embstore import _core
-from embstore.checkpoint.layouts import WRITTEN
-from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.sources import Source, table_source
-from embstore.checkpoint.writing import DumpJob, Order, Progress
+from embstore.checkpoint.writing import DumpJob, DumpOptions, Progress
+from embstore.distributed.ranks import Ranks, ranks_of
+from embstore.formats.dynamicemb import WRITTEN
 from embstore.ownership import Ownership
 from embstore.table import Table
 
@@ -186,9 +187,9 @@ def dump(
     if layout not in WRITTEN:
         raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
     ranks = ranks_of(group, "dump()")
-    order = Order(layout, bool(optim), overwrite=overwrite)
-    sources = snapshot_all(tables, order.optim, ranks, ownership)
-    job = start(Path(path), {ranks.rank: sources}, ranks.world, order, ranks)
+    options = DumpOptions(layout, bool(optim), overwrite=overwrite)
+    sources = snapshot_all(tables, options.optim, ranks, ownership)
+    job = start(Path(path), {ranks.rank: sources}, ranks.world, options, ranks)
     if async_:
         handle = DumpHandle(job, ranks.background())
         for named in tables.values():
@@ -221,10 +222,12 @@ def snapshot_all(tables: Tables, optim: bool, ranks: Ranks, ownership: Ownership
     return sources
 
 
-def start(path: Path, parts: dict[int, list[Source]], world: int, order: Order, ranks: Ranks) -> DumpJob:
+def start(
+    path: Path, parts: dict[int, list[Source]], world: int, options: DumpOptions, ranks: Ranks
+) -> DumpJob:
     """Agrees on sizes and makes the draft folder."""
     try:
-        return DumpJob(path, parts, world, order, ranks)
+        return DumpJob(path, parts, world, options, ranks)
     except BaseException:
         for sources in parts.values():
             for source in sources:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from embstore import _core
 from embstore.arrays import address
-from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.errors import CheckpointError
 
 READ_BYTES = 1 << 20
 MOST_JSON_BYTES = 256 << 20

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import RowFile
-from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.spec import CLOCK_STRATEGIES, ORIGINAL_TYPES, TableSpec
 from embstore.checkpoint.writing import admission_file
+from embstore.distributed.ranks import Ranks
 from embstore.ownership import Ownership
 from embstore.rows import Rows
 from embstore.table import Table
@@ -37,7 +38,7 @@ class Match:
 
     optim          whether the states of the dump are used; else they start fresh
     keep_scores    whether the scores of the dump are used; else they start fresh
-    written_alike  whether the dump keeps the rows of this rank together
+    same_partition  whether the dump keeps the rows of this rank together
     fresh          the optimizer state of a new row
     counters       attributes of the table to set when its rows are there
     admission      counters of keys without a row, or None
@@ -49,7 +50,7 @@ class Match:
     ownership: Ownership
     optim: bool
     keep_scores: bool
-    written_alike: bool
+    same_partition: bool
     fresh: npt.NDArray[np.float32]
     counters: dict[str, Any]
     admission: npt.NDArray[np.uint16] | None = None
@@ -204,7 +205,7 @@ def _admission(match: Match, ranks: Ranks) -> npt.NDArray[np.uint16] | None:
     names = [admission_file(stored.name, rank, world) for rank in range(world)]
     if not any(name in stored.files() for name in names):
         return None
-    if not match.written_alike or names[ranks.rank] not in stored.files():
+    if not match.same_partition or names[ranks.rank] not in stored.files():
         match.notes.append(_recounted(stored))
         return None
     name = names[ranks.rank]

@@ -27,14 +27,15 @@ from typing import Any, TypeVar
 from embstore.checkpoint.applying import Change, Replacement
 from embstore.checkpoint.drafts import drafts_in, is_unconfirmed, remove_published, remove_unlocked
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of, snapshot_all, start
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import interrupts_held, sync_folder
 from embstore.checkpoint.log_entries import facts_of, identities, identity, ownership_in
 from embstore.checkpoint.merging import rewrite
-from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
 from embstore.checkpoint.reading import Dump
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
-from embstore.checkpoint.writing import Order, Progress
+from embstore.checkpoint.writing import DumpOptions, Progress
+from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.ownership import Ownership
 
 _ENTRY = re.compile(r"(base|increment)-(\d{12})")
@@ -169,8 +170,8 @@ class IncrementLog:
         try:
             ranks.agree(lambda: track(tables))
             sources = snapshot_all(tables, optim, ranks, ownership)
-            order = Order("v1a", optim, facts)
-            job = start(base, {ranks.rank: sources}, ranks.world, order, ranks)
+            options = DumpOptions("v1a", optim, facts)
+            job = start(base, {ranks.rank: sources}, ranks.world, options, ranks)
             job.run(ranks)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # of a table that is closed
@@ -208,7 +209,7 @@ class IncrementLog:
 
         ranks.agree(take)
         path = self._entry("increment", number)
-        job = start(path, {ranks.rank: sources}, ranks.world, Order("v1a", optim, facts), ranks)
+        job = start(path, {ranks.rank: sources}, ranks.world, DumpOptions("v1a", optim, facts), ranks)
         attempt.identity = job.id
         job.run(ranks)
         self._at(number, frozenset({job.id}))

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.fitting import Match, fit
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import Array, Choose, Pieces
-from embstore.checkpoint.ranks import CheckpointError, Ranks, ranks_of
 from embstore.checkpoint.reading import Dump, verify
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import TableSpec
+from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.options import ScoreStrategy
 from embstore.ownership import Ownership, owner
 from embstore.rows import Rows
@@ -65,7 +66,7 @@ def load(
             match.stored.entry is not None
             and match.table.store is None
             and len(match.table) == 0
-            and match.written_alike
+            and match.same_partition
             and not may_overflow(match, ranks)
             for match in matches
         )
@@ -164,7 +165,7 @@ def may_overflow(match: Match, ranks: Ranks) -> bool:
     same_buckets = (
         spec is not None
         and len(table) == 0
-        and match.written_alike
+        and match.same_partition
         and (spec.max_capacity, spec.bucket_capacity)
         == (table.options.max_capacity, table.options.bucket_capacity)
     )
@@ -173,7 +174,7 @@ def may_overflow(match: Match, ranks: Ranks) -> bool:
 
 def owned_blocks(match: Match, ranks: Ranks, rows_at_once: int, sums: Pieces | None = None) -> Iterator[Rows]:
     """The rows that belong to this rank, in blocks."""
-    entry, same = match.stored.entry, match.written_alike
+    entry, same = match.stored.entry, match.same_partition
     for reader in match.stored.readers:
         begin, end = 0, reader.part.rows
         if same and entry and reader.part.rank is None:

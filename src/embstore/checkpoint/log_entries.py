@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from embstore.checkpoint.ranks import CheckpointError
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.reading import Dump
 from embstore.ownership import Ownership
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import read_sealed, sealed
-from embstore.checkpoint.layouts import WRITTEN
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import TableSpec, checked, count
+from embstore.formats.dynamicemb import WRITTEN
 from embstore.ownership import Ownership
 
 NAME = "embstore.json"

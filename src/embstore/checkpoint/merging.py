@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.dumping import start
-from embstore.checkpoint.layouts import WRITTEN
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.parts import RowFile
-from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.reading import Dump, DumpTable
 from embstore.checkpoint.sources import Source, block_rows, block_source
 from embstore.checkpoint.spec import TableSpec
-from embstore.checkpoint.writing import Order, Progress, removed_file
+from embstore.checkpoint.writing import DumpOptions, Progress, removed_file
+from embstore.distributed.ranks import Ranks
+from embstore.formats.dynamicemb import WRITTEN
 from embstore.ownership import Ownership, owner
 from embstore.rows import Rows
 
@@ -150,9 +151,9 @@ def rewrite(
         ]
         for rank in range(world)
     }
-    order = Order(layout, of.optim, increment or {}, overwrite)
+    options = DumpOptions(layout, of.optim, increment or {}, overwrite)
     ranks = Ranks()
-    job = start(out, parts, world, order, ranks)
+    job = start(out, parts, world, options, ranks)
     job.run(ranks, progress=progress)
     return job.id
 

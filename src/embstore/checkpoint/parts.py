@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import crc32, file_size, open_regular, read_into
-from embstore.checkpoint.layouts import Floats, Part
-from embstore.checkpoint.ranks import CheckpointError
+from embstore.formats.dynamicemb import Floats, Part
 from embstore.rows import Rows
 
 Array = npt.NDArray[Any]

@@ -19,13 +19,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from embstore.checkpoint import layouts, manifest
-from embstore.checkpoint.columns import Array, Columns
+from embstore.checkpoint import manifest
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import combine, file_crc32, file_size
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.parts import PartReader, Pieces
-from embstore.checkpoint.ranks import CheckpointError, Ranks
 from embstore.checkpoint.spec import TableSpec
+from embstore.distributed.ranks import Ranks
+from embstore.formats import dynamicemb as layouts
+from embstore.formats.columns import Array, Columns
 from embstore.rows import Rows
 
 VERIFY_BYTES = 32 << 20

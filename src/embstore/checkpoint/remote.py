@@ -20,9 +20,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_crc32, parse_json, sealed, unsealed
 from embstore.checkpoint.increments import IncrementLog
-from embstore.checkpoint.ranks import CheckpointError
 
 MARKER = "embstore-current.json"
 FORMAT = "embstore-remote"

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.log_entries import optim_of
 from embstore.checkpoint.merging import Merged, merge_tables
 from embstore.checkpoint.reading import Dump, collection_folders, is_log, open_dump, what_it_is
+from embstore.formats.columns import Columns
 from embstore.rows import Rows
 
 

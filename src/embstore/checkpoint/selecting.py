@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embstore.checkpoint.dumping import Tables
-from embstore.checkpoint.ranks import ranks_of
+from embstore.distributed.ranks import ranks_of
 from embstore.rows import Rows
 from embstore.table import Table
 

@@ -31,11 +31,12 @@ except ImportError as error:
     raise missing("torch_checkpoint", "torch", error) from error
 
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.fitting import scores_carry
 from embstore.checkpoint.loading import ORDERED_ROWS, ascending_rows, losses_told
 from embstore.checkpoint.parts import Array
-from embstore.checkpoint.ranks import CheckpointError, ranks_of
 from embstore.checkpoint.spec import TableSpec
+from embstore.distributed.ranks import ranks_of
 from embstore.ownership import Ownership, owner
 from embstore.rows import Rows
 from embstore.table import Table

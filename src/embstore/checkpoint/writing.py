@@ -24,10 +24,10 @@ import numpy.typing as npt
 from embstore.checkpoint import manifest
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.files import combine, crc32, write_at, write_durably
-from embstore.checkpoint.layouts import Column, arguments_file, columns_to_write
 from embstore.checkpoint.names import file_stem
-from embstore.checkpoint.ranks import Ranks
 from embstore.checkpoint.sources import Source, block_rows, empty_block, head
+from embstore.distributed.ranks import Ranks
+from embstore.formats.dynamicemb import Column, arguments_file, columns_to_write
 from embstore.rows import Rows
 
 Progress = Callable[[int, int], None]  # bytes written by this rank, and of how many
@@ -94,7 +94,7 @@ class PartWriter:
 
 
 @dataclass(frozen=True)
-class Order:
+class DumpOptions:
     """What is to be written, the same on all ranks."""
 
     layout: str
@@ -111,12 +111,12 @@ class DumpJob:
     """
 
     def __init__(
-        self, path: Path, parts: dict[int, list[Source]], world: int, order: Order, ranks: Ranks
+        self, path: Path, parts: dict[int, list[Source]], world: int, options: DumpOptions, ranks: Ranks
     ) -> None:
         self.path = path
         self._parts = parts
         self._world = world
-        self._order = order
+        self._options = options
         self._draft: Draft | None = None
         self._written = 0
         self._progress: Progress | None = None
@@ -140,7 +140,7 @@ class DumpJob:
                     )
             if not names[0]:
                 raise ValueError("tables should not be empty")
-            self._draft = Draft(path, overwrite=order.overwrite)
+            self._draft = Draft(path, overwrite=options.overwrite)
             return self._draft.path.name, secrets.token_hex(16)
 
         draft, self.id = ranks.lead(prepare)
@@ -169,7 +169,7 @@ class DumpJob:
             folder = root / file_stem(source.collection)
             folder.mkdir(exist_ok=True)
             sizes = {
-                column.file: (rows if self._order.layout == "v2" else sum(self._rows(i))) * column.row_bytes
+                column.file: (rows if self._options.layout == "v2" else sum(self._rows(i))) * column.row_bytes
                 for rank, rows in enumerate(self._rows(i))
                 for column in self._columns(i, rank)
             }
@@ -180,8 +180,8 @@ class DumpJob:
                     file.truncate(size)
 
     def _columns(self, i: int, rank: int) -> list[Column]:
-        order = self._order
-        return columns_to_write(self._sources[i].spec, order.layout, order.optim, rank, self._world)
+        options = self._options
+        return columns_to_write(self._sources[i].spec, options.layout, options.optim, rank, self._world)
 
     def run(
         self,
@@ -219,7 +219,7 @@ class DumpJob:
         )
         for rank, sources in self._parts.items():
             for i, source in enumerate(sources):
-                first = 0 if self._order.layout == "v2" else sum(self._rows(i)[:rank])
+                first = 0 if self._options.layout == "v2" else sum(self._rows(i)[:rank])
                 folder = self._folder / file_stem(source.collection)
                 writer = PartWriter(folder, self._columns(i, rank), first, self._taken_ns)
                 try:
@@ -241,7 +241,7 @@ class DumpJob:
         failed = threading.Event()
 
         def copy() -> None:
-            buffer = empty_block(source.spec, self._order.optim)
+            buffer = empty_block(source.spec, self._options.optim)
             try:
                 while not failed.is_set() and (n := source.read(buffer)):
                     self._written += writer.write(head(buffer, n))
@@ -268,7 +268,7 @@ class DumpJob:
 
     def _publish(self, answers: list[list[Pieces]]) -> None:
         assert self._draft is not None
-        order = self._order
+        options = self._options
         entries: dict[str, dict[str, manifest.TableEntry]] = {}
         for i, source in enumerate(self._sources):
             pieces: Pieces = {}
@@ -279,7 +279,9 @@ class DumpJob:
                 file: {"bytes": sum(size for _, size, _ in covering), "crc32": combine(covering)}
                 for file, covering in pieces.items()
             }
-            arguments = arguments_file(source.spec, order.layout, order.optim, source.ownership.name.lower())
+            arguments = arguments_file(
+                source.spec, options.layout, options.optim, source.ownership.name.lower()
+            )
             if arguments:
                 name, text = arguments
                 write_durably(self._draft.path / file_stem(source.collection) / name, text)
@@ -292,12 +294,12 @@ class DumpJob:
                 dump=self.id,
                 collection=collection,
                 collections=sorted(entries),
-                layout=order.layout,
+                layout=options.layout,
                 world=self._world,
-                optim=order.optim,
+                optim=options.optim,
                 taken_ns=self._taken_ns,
                 tables=tables,
-                increment=order.increment,
+                increment=options.increment,
             ).text()
             write_durably(self._draft.path / file_stem(collection) / manifest.NAME, text)
         self._draft.publish()

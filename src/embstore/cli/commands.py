@@ -29,12 +29,12 @@ from rich.table import Table as Grid
 import embstore
 from embstore.arrays import as_integer
 from embstore.checkpoint import converting
-from embstore.checkpoint.columns import Columns
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.merging import rewrite
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import is_log
 from embstore.checkpoint.replaying import open_any
 from embstore.cli import WRONG_USE, doctor, missing_extra
+from embstore.formats.columns import Columns
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Look into dumps; check, rewrite and serve them."

@@ -27,9 +27,9 @@ import numpy.typing as npt
 from embstore import _core, initializers
 from embstore.arrays import address
 from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import read_sealed, sealed, write_durably
 from embstore.checkpoint.names import file_stem
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
 from embstore.checkpoint.spec import TableSpec
 from embstore.options import DType, as_enum

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from embstore.arrays import Array, address, as_floats, as_keys, empty_floats
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.increments import IncrementLog
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.reading import Dump, open_dump
 from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote
 from embstore.checkpoint.writing import removed_file

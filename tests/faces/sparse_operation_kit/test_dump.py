@@ -14,8 +14,8 @@ import tensorflow as tf
 import tf_keras
 
 import sparse_operation_kit as sok
-from embstore.checkpoint.ranks import CheckpointError
-from embstore.sok_files import DumpReader, DumpWriter, file_prefix
+from embstore.checkpoint.errors import CheckpointError
+from embstore.formats.sok import DumpReader, DumpWriter, file_prefix
 
 BLANK_256, BLANK_32 = b" " * 256, b" " * 32
 
@@ -337,7 +337,7 @@ def test_a_killed_writer_leaves_the_old_dump_or_the_new_one(tmp_path):
     program = """
 import sys, numpy as np
 sys.path.insert(0, sys.argv[1])
-from embstore.sok_files import DumpWriter
+from embstore.formats.sok import DumpWriter
 number = int(sys.argv[3])
 while True:
     number += 1

@@ -15,7 +15,7 @@ import forked_trainers
 import numpy as np
 import pytest
 
-from embstore.sok_files import DumpReader
+from embstore.formats.sok import DumpReader
 
 ROUNDS = int(os.environ.get("EMBSTORE_KILL_ROUNDS", "12"))
 ROWS, DIM = 20_000, 16

@@ -11,7 +11,7 @@ from faces.torchrec_dynamic_embedding.models import batches, trainer
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dynamic_embedding as tde
-from embstore.plugin_store import include_dir
+from embstore.stores.plugin import include_dir
 from torchrec_dynamic_embedding.id_transformer import IDTransformer, TensorList
 from torchrec_dynamic_embedding.id_transformer_collection import IDTransformerCollection
 from torchrec_dynamic_embedding.id_transformer_group import IDTransformerGroup

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dynamic_embedding as tde
 from embstore import Uniform
-from embstore.store_urls import open_store
+from embstore.stores.urls import open_store
 from torchrec_dynamic_embedding.dataloader import DataLoader
 
 NUMBER = iter(range(10**6))

@@ -21,7 +21,7 @@ from faces.torchrec_dynamic_embedding.models import (
 from tolerances import drift
 
 import torchrec_dynamic_embedding as tde
-from embstore.store_urls import open_store
+from embstore.stores.urls import open_store
 
 IDS, WINDOW = 640, 64
 ADDENDS = len(FEATURES) * DIM + 8  # the dense layer; the keys of a bag, and its duplicates in a batch

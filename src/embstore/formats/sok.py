@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import (
     crc32,
     file_crc32,
@@ -40,10 +41,9 @@ from embstore.checkpoint.files import (
     sealed,
     write_durably,
 )
-from embstore.checkpoint.layouts import MOST_FLOATS
 from embstore.checkpoint.parts import RowFile
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import checked, count
+from embstore.formats.dynamicemb import MOST_FLOATS
 
 HEADER_BYTES = 296
 MANIFEST = "manifest.json"

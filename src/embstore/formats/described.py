@@ -1,16 +1,15 @@
-"""Tables in Parquet and safetensors files.
+"""What a file of columns says about its table.
 
-    key, vector, score, m, v                           columns of {table}.parquet
-    keys, values, scores, state.m, state.v             tensors of {table}.safetensors
-
-Files that were written from a dump describe their table in the metadata "embstore"; of others, the names of
-the optimizer states tell the optimizer.
+Files written from a dump describe their table in the metadata "embstore"; in others, the names of the
+optimizer states tell the optimizer.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embstore.checkpoint.columns import DESCRIPTION, Columns
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import name_of
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import TableSpec
 from embstore.optimizers import OPTIMIZERS, SGD, Optimizer
 from embstore.rows import Rows
 from embstore.table import Table
 
 Array = npt.NDArray[Any]
-SUFFIXES = (".safetensors", ".parquet")
 
 
 @dataclass
-class ForeignTable:
+class DescribedTable:
     """The columns of one file. `description` is the JSON of a `TableSpec`, or empty."""
 
     keys: Array
@@ -41,7 +38,7 @@ class ForeignTable:
     states: dict[str, Array] = field(default_factory=dict)
     description: str = ""
 
-    def described(self, file: Path) -> tuple[TableSpec, Rows]:
+    def spec_and_rows(self, file: Path) -> tuple[TableSpec, Rows]:
         """What the table is, and its rows. Raises CheckpointError where columns do not fit together."""
         keys, values = self.keys, self.values
         scores = np.ones(len(keys)) if self.scores is None else self.scores
@@ -87,74 +84,21 @@ class ForeignTable:
         return spec
 
 
-def read(file: Path) -> ForeignTable:
-    """The columns of a file. Raises CheckpointError where it is damaged or something else."""
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns whatever a library raises for a damaged file into a CheckpointError that names the file."""
     file_size(file)  # a pipe would block
-    reader = _read_parquet if file.suffix == ".parquet" else _read_safetensors
     try:
-        return reader(file)
+        yield
     except (CheckpointError, ImportError, MemoryError):
         raise
     except Exception as error:  # the libraries raise many kinds for damaged files, OSError among them
         raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _read_parquet(file: Path) -> ForeignTable:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    table = pyarrow.parquet.read_table(file)
-    _require(file, "column", {"key", "vector"}, set(table.column_names))
-
-    def vectors(name: str) -> Array:
-        column = table[name]
-        width = column.type.list_size
-        parts = [np.asarray(chunk.flatten()).reshape(-1, width) for chunk in column.chunks]
-        return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
-
-    lists = [f.name for f in table.schema if pa.types.is_fixed_size_list(f.type)]
-    if "vector" not in lists or any(table[name].null_count for name in ("key", "vector")):
-        raise CheckpointError(f"{file}: expected vectors as lists of a fixed size, without nulls")
-    return ForeignTable(
-        table["key"].to_numpy(),
-        vectors("vector"),
-        table["score"].to_numpy() if "score" in table.column_names else None,
-        {name: vectors(name) for name in lists if name != "vector"},
-        (table.schema.metadata or {}).get(DESCRIPTION.encode(), b"").decode(),
-    )
-
-
-def _read_safetensors(file: Path) -> ForeignTable:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="np") as opened:
-        names = set(opened.keys())
-        _require(file, "tensor", {"keys", "values"}, names)
-        return ForeignTable(
-            opened.get_tensor("keys"),
-            opened.get_tensor("values"),
-            opened.get_tensor("scores") if "scores" in names else None,
-            {n.removeprefix("state."): opened.get_tensor(n) for n in sorted(names) if n.startswith("state.")},
-            (opened.metadata() or {}).get(DESCRIPTION, ""),
-        )
-
-
-def _require(file: Path, kind: str, needed: set[str], found: set[str]) -> None:
+def require_columns(file: Path, kind: str, needed: set[str], found: set[str]) -> None:
     if needed - found:
         raise CheckpointError(f"{file}: has no {kind} {', '.join(sorted(needed - found))}")
-
-
-def write(file: Path, table: Columns) -> None:
-    """Writes one table; the suffix of the file says as what."""
-    if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(table.to_arrow(), file)
-        return
-    from safetensors.numpy import save_file
-
-    arrays = {name: np.ascontiguousarray(array) for name, array in table.tensors().items()}
-    save_file(arrays, file, metadata=table.description() or None)
 
 
 def plain_spec(name: str, dim: int, optimizer: Optimizer | None = None) -> TableSpec:

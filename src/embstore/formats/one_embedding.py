@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from embstore.checkpoint.columns import Columns
 from embstore.checkpoint.drafts import Draft
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import open_regular
 from embstore.checkpoint.names import file_stem, name_of
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.writing import Progress
+from embstore.formats.columns import Columns
 from embstore.rows import Rows
 from embstore.stores import SsdStore
 

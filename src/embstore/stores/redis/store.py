@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from embstore import _core
-from embstore.redis_connection import Connection, RedisServer, TemporaryError
-from embstore.redis_deadline import call_limits
-from embstore.redis_rows import Layout, RowBatch
-from embstore.redis_url import LAYOUTS, SCHEMES, parse_redis_url
 from embstore.stores import FoundArray, KeyArray, RowArray, ScoreArray, Store
+from embstore.stores.redis.connection import Connection, RedisServer, TemporaryError
+from embstore.stores.redis.deadline import call_limits
+from embstore.stores.redis.rows import Layout, RowBatch
+from embstore.stores.redis.url import LAYOUTS, SCHEMES, parse_redis_url
 
 __all__ = ["SCHEMES", "RedisStore"]
 
@@ -39,7 +39,7 @@ FIRST_PAUSE_SECONDS = 0.02
 class RedisStore(Store):
     """The rows of one table in Redis; `tensor_bytes` are the sizes of what a row consists of.
 
-    url: see embstore.redis_url. layout: used when the URL names none.
+    url: see embstore.stores.redis.url. layout: used when the URL names none.
     """
 
     def __init__(

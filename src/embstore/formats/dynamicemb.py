@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size, read_json
 from embstore.checkpoint.names import STATE_MARK, file_stem
-from embstore.checkpoint.ranks import CheckpointError
 from embstore.checkpoint.spec import FILE_STATES, ORIGINAL_TYPES, TableSpec
 
 WRITTEN = ("v1a", "v2")

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 from embstore import _core
 from embstore.arrays import address
 from embstore.extras import missing
-from embstore.redis_answers import Answers
-from embstore.redis_deadline import limited
-from embstore.redis_rows import RowBatch
-from embstore.redis_url import RedisUrl
+from embstore.stores.redis.answers import Answers
+from embstore.stores.redis.deadline import limited
+from embstore.stores.redis.rows import RowBatch
+from embstore.stores.redis.url import RedisUrl
 
 ON_THE_WAY = 6  # commands that were sent and not yet answered, before the next send
 RECEIVED_BYTES = 1 << 18

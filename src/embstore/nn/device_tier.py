@@ -23,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from embstore.arrays import as_integer
-from embstore.batch import Access, Pooling, Request
+from embstore.nn.batch import Access, Pooling, Request
 from embstore.optimizers import SGD, Adagrad, Adam, AdamW, EpsPlacement, Optimizer
 from embstore.options import DType
 from embstore.slot_map import Pairs, SlotMap

@@ -6,7 +6,7 @@
 
 Training inserts missing ids; `eval()` reads 0.0 for them and changes nothing. Rows live in host memory:
 ids may be on any device, and the vectors come back there. With `device_rows` the rows in use live on the
-device of the module (see embstore.device_tier).
+device of the module (see embstore.nn.device_tier).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError as error:
     raise missing("a module of embstore", "torch", error) from error
 
 from embstore.arrays import engine_dtype
-from embstore.batch import (
+from embstore.nn.batch import (
     Access,
     Batch,
     Pooling,
@@ -38,11 +38,11 @@ from embstore.batch import (
     as_weights,
     run_batch,
 )
-from embstore.batch import update_rows as update_now
-from embstore.compiled import number_of, run_in_graph
-from embstore.device_tier import DeviceTier, run_on_device
+from embstore.nn.batch import update_rows as update_now
+from embstore.nn.compiled import number_of, run_in_graph
+from embstore.nn.device_tier import DeviceTier, run_on_device
+from embstore.nn.row_module import MARK, Gradients, PendingGradients, RowModule
 from embstore.options import TableOptions
-from embstore.row_module import MARK, Gradients, PendingGradients, RowModule
 from embstore.table import Table
 
 

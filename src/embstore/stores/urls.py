@@ -2,7 +2,7 @@
 
 memory://NAME              one set of tables for each name, in this process
 ssd:///path                files below a directory, for one process at a time; the next finds what was flushed
-redis://host:6379/?…       see embstore.redis_store
+redis://host:6379/?…       see embstore.stores.redis.store
 TYPE://…                   what a plug-in of that type makes of it, also where the type is one of the above
 """
 
@@ -16,9 +16,9 @@ from urllib.parse import quote, unquote
 
 from embstore import _core
 from embstore.options import TableOptions
-from embstore.plugin_store import BUILT_IN, PluginStore
-from embstore.redis_store import SCHEMES, RedisStore
 from embstore.stores import MemoryStore, SsdStore, Store, TieredStore, row_bytes
+from embstore.stores.plugin import BUILT_IN, PluginStore
+from embstore.stores.redis.store import SCHEMES, RedisStore
 
 LOCAL = ("memory", "ssd")  # of one process: whoever opens the same table in it gets the same store
 assert set(BUILT_IN) == {*LOCAL, *SCHEMES}

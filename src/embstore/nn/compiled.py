@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 
 from embstore.arrays import torch_dtype
-from embstore.batch import Access, Batch, Pooling, Request
+from embstore.nn.batch import Access, Batch, Pooling, Request
 
 if TYPE_CHECKING:
-    from embstore.modules import TableModule
+    from embstore.nn.modules import TableModule
 
 _modules: weakref.WeakValueDictionary[int, TableModule] = weakref.WeakValueDictionary()
 _batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()

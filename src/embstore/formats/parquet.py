@@ -1,0 +1,53 @@
+"""Tables in Parquet files: the columns key, vector, score, and one for each optimizer state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embstore.checkpoint.errors import CheckpointError
+from embstore.formats.columns import DESCRIPTION, Columns
+from embstore.formats.described import DescribedTable, reading, require_columns
+
+SUFFIX = ".parquet"
+
+
+def read(file: Path) -> DescribedTable:
+    """The columns of a file. Raises CheckpointError where it is damaged or something else."""
+    with reading(file):
+        return _read(file)
+
+
+def _read(file: Path) -> DescribedTable:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(file)
+    require_columns(file, "column", {"key", "vector"}, set(table.column_names))
+
+    def vectors(name: str) -> npt.NDArray[Any]:
+        column = table[name]
+        width = column.type.list_size
+        parts = [np.asarray(chunk.flatten()).reshape(-1, width) for chunk in column.chunks]
+        return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
+
+    lists = [f.name for f in table.schema if pa.types.is_fixed_size_list(f.type)]
+    if "vector" not in lists or any(table[name].null_count for name in ("key", "vector")):
+        raise CheckpointError(f"{file}: expected vectors as lists of a fixed size, without nulls")
+    return DescribedTable(
+        table["key"].to_numpy(),
+        vectors("vector"),
+        table["score"].to_numpy() if "score" in table.column_names else None,
+        {name: vectors(name) for name in lists if name != "vector"},
+        (table.schema.metadata or {}).get(DESCRIPTION.encode(), b"").decode(),
+    )
+
+
+def write(file: Path, table: Columns) -> None:
+    """Writes one table."""
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table.to_arrow(), file)

@@ -1,0 +1,20 @@
+"""Stores in host memory."""
+
+from __future__ import annotations
+
+from embstore import _core
+from embstore.stores.base import EngineStore
+
+
+class MemoryStore(EngineStore):
+    """Rows in host memory. Beyond `capacity_rows` (0: no bound) `put` raises and takes nothing."""
+
+    def __init__(self, row_bytes: int, capacity_rows: int = 0) -> None:
+        super().__init__(_core.memory_store(row_bytes, capacity_rows))
+
+
+class NullStore(EngineStore):
+    """Forgets what it is given and finds nothing."""
+
+    def __init__(self, row_bytes: int) -> None:
+        super().__init__(_core.null_store(row_bytes))

@@ -1,0 +1,1 @@
+"""Rows in Redis: the URL, the connection, the layouts of rows, and the store."""

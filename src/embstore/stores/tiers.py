@@ -1,0 +1,18 @@
+"""Two stores as one: an upper tier that caches a lower one."""
+
+from __future__ import annotations
+
+from embstore import _core
+from embstore.stores.base import EngineStore, Store
+
+
+class TieredStore(EngineStore):
+    """Two stores as one: what is put goes to `upper`, and on to `lower` when there are more than about
+    `upper_rows` rows of it. Tiers stack, since both may be any store.
+
+    >>> store = TieredStore(MemoryStore(8), NullStore(8), upper_rows=1000)
+    """
+
+    def __init__(self, upper: Store, lower: Store, upper_rows: int) -> None:
+        self.upper, self.lower = upper, lower
+        super().__init__(_core.tiered_store(upper.handle(), lower.handle(), upper_rows))
