@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import embstore
 from dynamicemb.discovery import find_collections, resolve
 from dynamicemb.scores import get_score, set_score, shown_score
+from embstore.arrays import torch_dtype
 from embstore.checkpoint.selecting import rows_since
 
 __all__ = ["get_score", "incremental_dump", "set_score"]
@@ -22,12 +22,6 @@ __all__ = ["get_score", "incremental_dump", "set_score"]
 Tensors = dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
 Scores = dict[str, dict[str, int]]
 Threshold = int | Mapping[str, Mapping[str, int]]
-
-_DTYPES = {
-    embstore.DType.FLOAT32: torch.float32,
-    embstore.DType.FLOAT16: torch.float16,
-    embstore.DType.BFLOAT16: torch.bfloat16,
-}
 
 
 def incremental_dump(
@@ -69,7 +63,7 @@ def incremental_dump(
         path: {
             name: (
                 torch.from_numpy(found.keys),
-                torch.from_numpy(found.values).to(_DTYPES[tables[path][name].options.dtype]),
+                torch.from_numpy(found.values).to(torch_dtype(tables[path][name].options.dtype)),
             )
             for name, found in of_tables.items()
         }

@@ -83,9 +83,6 @@ class HoldsDynamicTables:
             )
 
 
-_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
 def engine_options(
     name: str, dim: int, planned: DynamicEmbTableOptions, fused_params: Mapping[str, Any], seed: int
 ) -> embstore.TableOptions:
@@ -99,7 +96,7 @@ def engine_options(
     whole = embstore.TableOptions(
         name=name,
         dim=dim,
-        dtype=_DTYPES[planned.embedding_dtype or torch.float32],
+        dtype=planned.embedding_dtype or torch.float32,
         optimizer=engine_optimizer(fused_params, name)
         if planned.training
         else _no_optimizer(fused_params, name),

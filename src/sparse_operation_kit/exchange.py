@@ -8,7 +8,7 @@ ranks raise instead of waiting for a rank that failed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,22 @@ def collect(rows: Sequence[tf.Tensor], orders: Sequence[tf.Tensor], counts: tf.T
     return [result] if isinstance(result, tf.Tensor) else list(result)
 
 
+def rows_of_both_kinds(
+    variables: Sequence[Any],
+    keys: Sequence[tf.Tensor],
+    gather: Callable[[StaticVariable, tf.Tensor], tf.Tensor],
+    **how: Any,
+) -> list[tf.Tensor]:
+    """The rows of keys[i] in variables[i]: all dynamic ones in one call of `read_rows`, which takes `how`;
+    static ones by `gather`."""
+    dynamic = [i for i, v in enumerate(variables) if isinstance(v, DynamicVariable)]
+    rows: dict[int, tf.Tensor] = {}
+    if dynamic:
+        found = read_rows([variables[i] for i in dynamic], [keys[i] for i in dynamic], **how)
+        rows.update(zip(dynamic, found))
+    return [rows[i] if i in rows else gather(v, k) for i, (v, k) in enumerate(zip(variables, keys))]
+
+
 def distinct_rows(
     variables: Sequence[Any],
     keys: Sequence[tf.Tensor],
@@ -169,19 +185,12 @@ def distinct_rows(
     owned, orders, counts = results[:n], results[n:-1], results[-1]
     for k in owned:
         k.set_shape([None])
-    rows: list[Any] = [None] * n
-    dynamic = [i for i, v in enumerate(variables) if isinstance(v, DynamicVariable)]
-    if dynamic:
-        found = read_rows(
-            [variables[i] for i in dynamic],
-            [owned[i] for i in dynamic],
-            training=training,
-            low_frequency_filter=low_frequency_filter,
-            guard=_failures.append,
-        )
-        for i, row in zip(dynamic, found):
-            rows[i] = row
-    for i, variable in enumerate(variables):
-        if rows[i] is None:
-            rows[i] = tf.gather(variable, variable.key_map(owned[i]))
+    rows = rows_of_both_kinds(
+        variables,
+        owned,
+        lambda variable, k: tf.gather(variable, variable.key_map(k)),
+        training=training,
+        low_frequency_filter=low_frequency_filter,
+        guard=_failures.append,
+    )
     return collect(rows, orders, counts)

@@ -16,10 +16,10 @@ from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
-from sparse_operation_kit.exchange import check_weights, distinct_rows, owners
+from sparse_operation_kit.exchange import check_weights, distinct_rows, owners, rows_of_both_kinds
 from sparse_operation_kit.keras_steps import require_trained
 from sparse_operation_kit.keys import as_keys
-from sparse_operation_kit.rows import pool_rows, read_and_evict, read_rows
+from sparse_operation_kit.rows import pool_rows, read_and_evict
 from sparse_operation_kit.static import StaticVariable
 
 COMBINERS = ("sum", "mean")
@@ -228,23 +228,14 @@ def _checked(keys: Sequence[tf.Tensor], weighted: Sequence[tuple[tf.Tensor, tf.T
 def _local_rows(
     variables: Sequence[Any], keys: Sequence[tf.Tensor], training: bool, low_frequency_filter: bool
 ) -> list[tf.Tensor]:
-    dynamic = [i for i, v in enumerate(variables) if _is_dynamic(v)]
-    rows: list[Any] = [None] * len(variables)
-    if dynamic:
-        found = read_rows(
-            [variables[i] for i in dynamic],
-            [keys[i] for i in dynamic],
-            training=training,
-            low_frequency_filter=low_frequency_filter,
-        )
-        for i, row in zip(dynamic, found):
-            rows[i] = row
-    for i, variable in enumerate(variables):
-        if rows[i] is None:
-            (checked,) = bridge.call(lambda k, v=variable: [_inside(v, k)], [keys[i]], [tf.int64])
-            checked.set_shape(keys[i].shape)
-            rows[i] = tf.gather(variable, checked)
-    return rows
+    def gather(variable: StaticVariable, keys: tf.Tensor) -> tf.Tensor:
+        (checked,) = bridge.call(lambda k: [_inside(variable, k)], [keys], [tf.int64])
+        checked.set_shape(keys.shape)
+        return tf.gather(variable, checked)
+
+    return rows_of_both_kinds(
+        variables, keys, gather, training=training, low_frequency_filter=low_frequency_filter
+    )
 
 
 def _inside(variable: StaticVariable, keys: np.ndarray) -> np.ndarray:
