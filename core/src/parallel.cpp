@@ -74,6 +74,11 @@ class Pool {
     }
     wake_.notify_all();
     Work();
+    // Every task is taken. Helpers that have not come yet, because another process has their core,
+    // are not waited for: their invitations are void.
+    if (const int left = invited_.exchange(0, std::memory_order_acq_rel); left > 0) {
+      running_.fetch_sub(left, std::memory_order_relaxed);
+    }
     for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
       // A helper may wait for the very core that this thread is burning.
       if (spins < kSpinsBeforeSleep) {

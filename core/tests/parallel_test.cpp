@@ -1,7 +1,11 @@
 #include "embstore/parallel.h"
 
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -22,6 +26,35 @@ std::vector<int> Runs(int64_t tasks) {
   std::vector<std::atomic<int>> runs(static_cast<size_t>(tasks));
   ParallelFor(tasks, [&](int64_t task) { ++runs[static_cast<size_t>(task)]; });
   return {runs.begin(), runs.end()};
+}
+
+std::atomic<bool> g_worker_is_stopped{false};
+std::atomic<bool> g_worker_may_go_on{false};
+
+void StopUntilTold(int) {
+  g_worker_is_stopped = true;
+  const timespec pause{0, 1'000'000};
+  while (!g_worker_may_go_on) nanosleep(&pause, nullptr);
+}
+
+// The first test, while there is one worker only.
+TEST(A call does not wait for a worker that the system does not run) {
+  SetNumThreads(2);
+  const pthread_t caller = pthread_self();
+  std::atomic<pthread_t> worker{caller};
+  while (worker == caller) {
+    ParallelFor(64, [&](int64_t) {
+      if (pthread_self() != caller) worker = pthread_self();
+    });
+  }
+  struct sigaction action = {};
+  action.sa_handler = StopUntilTold;
+  CHECK_EQ(sigaction(SIGUSR1, &action, nullptr), 0);
+  CHECK_EQ(pthread_kill(worker, SIGUSR1), 0);
+  while (!g_worker_is_stopped) sched_yield();
+  for (int runs : Runs(97)) CHECK_EQ(runs, 1);  // by the caller alone
+  g_worker_may_go_on = true;
+  for (int runs : Runs(97)) CHECK_EQ(runs, 1);
 }
 
 TEST(Every task runs once for any number of threads) {
