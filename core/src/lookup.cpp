@@ -24,7 +24,7 @@ struct Piece {
 struct Work {
   const LookupRequest* request;
   Row* numbers;  // of its occurrences
-  Table::BatchScore score{ScoreUpdate::kKeep, 0};
+  BatchScore score;
   std::vector<Piece> pieces;
   std::vector<uint32_t> missing;  // of all pieces
   std::vector<uint32_t> waiting;  // of a training batch: those that are not to be stored yet

@@ -6,6 +6,8 @@
 
 #include "argument_check.h"
 #include "embstore/hash.h"
+#include "embstore/kernels.h"
+#include "embstore/score_clock.h"
 
 namespace embstore {
 namespace {

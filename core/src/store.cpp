@@ -7,9 +7,11 @@
 #include <utility>
 
 #include "embstore/fork_guard.h"
+#include "embstore/kernels.h"
 #include "embstore/key_index.h"
 #include "embstore/parallel.h"
 #include "embstore/row_heap.h"
+#include "embstore/score_clock.h"
 
 namespace embstore {
 

@@ -1,7 +1,5 @@
 #include "embstore/table.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <new>
 #include <shared_mutex>
@@ -21,12 +19,6 @@ int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit 
 
 int64_t StateOffset(int64_t dim, DType dtype) {
   return RoundUp(dim * static_cast<int64_t>(SizeOf(dtype)), 4);
-}
-
-uint64_t NowNanoseconds() {
-  timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000ULL + static_cast<uint64_t>(now.tv_nsec);
 }
 
 const TableOptions& Validated(const TableOptions& options) {
@@ -88,7 +80,8 @@ Table::Table(const TableOptions& options)
       state_width_(StateWidth(options.optimizer, options.dim)),
       state_offset_(StateOffset(options.dim, options.dtype)),
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
-      initializer_(options.initializer, options.seed, options.name) {
+      initializer_(options.initializer, options.seed, options.name),
+      clock_(options.score_strategy, options.name) {
   options_.index.seed = options.seed;  // stays the index's own when the table gets another seed
   index_.emplace(options_.index);
   row_capacity_ = index_->capacity();
@@ -176,80 +169,30 @@ int64_t Table::capacity() const {
 uint64_t Table::current_score() {
   std::unique_lock guard(lock_);
   RequireOpen();
-  switch (options_.score_strategy) {
-    case ScoreStrategy::kTimestamp:
-    case ScoreStrategy::kNoEviction: {
-      const uint64_t score = std::max(last_timestamp_ + 1, NowNanoseconds());
-      last_timestamp_ = score - 1;  // so that a later batch cannot fall below what was shown
-      return score;
-    }
-    case ScoreStrategy::kStep:
-      return step_;
-    case ScoreStrategy::kCustomized:
-      return custom_score_;
-    case ScoreStrategy::kLfu:
-      return 0;
-  }
-  return 0;
+  return clock_.Peek();
 }
 
 void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  if (options_.score_strategy != ScoreStrategy::kCustomized) {
-    throw InvalidArgument(
-        "score should be set only on a table whose strategy is customized, and '" + options_.name +
-        "' has another");
-  }
-  if (score == 0) throw InvalidArgument("score should be at least 1 but is: 0");
-  custom_score_ = score;
+  clock_.set_custom_score(score);
 }
 
 void Table::set_step(uint64_t step) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  if (options_.score_strategy != ScoreStrategy::kStep) {
-    throw InvalidArgument("step should be set only on a table whose strategy is step, and '" +
-                          options_.name + "' has another");
-  }
-  if (step == 0) throw InvalidArgument("step should be at least 1 but is: 0");
-  step_ = step;
+  clock_.set_step(step);
 }
 
 void Table::RaiseClock(uint64_t score) {
   std::unique_lock guard(lock_);
-  if (score > 0) last_timestamp_ = std::max(last_timestamp_, score - 1);
+  clock_.RaiseTo(score);
 }
 
 void Table::set_seed(uint64_t seed) {
   std::unique_lock guard(lock_);
   options_.seed = seed;
   initializer_ = Initializer(options_.initializer, seed, options_.name);
-}
-
-void Table::RequireScore() const {
-  if (options_.score_strategy == ScoreStrategy::kCustomized && custom_score_ == 0) {
-    throw InvalidState("score of table '" + options_.name +
-                       "' should be set before its first training batch");
-  }
-}
-
-Table::BatchScore Table::NextBatchScore() {
-  switch (options_.score_strategy) {
-    case ScoreStrategy::kTimestamp:
-    case ScoreStrategy::kNoEviction:
-      last_timestamp_ = std::max(last_timestamp_ + 1, NowNanoseconds());
-      return {ScoreUpdate::kSet, last_timestamp_};
-    case ScoreStrategy::kStep:
-      // Stays at the largest: 0 would say that the slot is free.
-      return {ScoreUpdate::kSet, step_ == UINT64_MAX ? step_ : step_++};
-    case ScoreStrategy::kCustomized:
-      RequireScore();
-      return {ScoreUpdate::kSet, custom_score_};
-    case ScoreStrategy::kLfu:
-      break;
-  }
-  return {ScoreUpdate::kCount, 1};
 }
 
 void Table::MakeRoom(int64_t rows) {

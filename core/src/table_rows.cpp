@@ -173,7 +173,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore();
   // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
   // them.
-  for (int64_t i = 0; scores && i < n; ++i) last_timestamp_ = std::max(last_timestamp_, scores[i]);
+  if (scores && n > 0) clock_.RaiseAbove(*std::max_element(scores, scores + n));
   Row* const rows = list->rows();
   FindAll(keys, rows, batch);
   if (watched()) BeforeChange(keys, rows);  // rows change even where scores stay

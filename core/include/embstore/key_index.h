@@ -40,7 +40,7 @@
 #include <vector>
 
 #include "embstore/hash.h"
-#include "embstore/kernels.h"
+#include "embstore/index_view.h"
 #include "embstore/memory.h"
 #include "embstore/types.h"
 

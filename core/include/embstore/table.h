@@ -44,6 +44,7 @@
 #include "embstore/optimizer.h"
 #include "embstore/row_heap.h"
 #include "embstore/rw_lock.h"
+#include "embstore/score_clock.h"
 #include "embstore/store.h"
 #include "embstore/types.h"
 
@@ -225,18 +226,13 @@ class Table : public std::enable_shared_from_this<Table> {
   RowsView rows() const;
   IndexView index() const { return index_->view(); }
   int64_t row_limit() const { return rows_.used(); }  // rows are below it
-  // The score for a training batch, and what a hit does with it. Advances the step.
-  struct BatchScore {
-    ScoreUpdate update;
-    uint64_t score;
-  };
-  BatchScore NextBatchScore();
+  BatchScore NextBatchScore() { return clock_.Next(); }
   // Finds the keys on several threads and renews the scores of those that are there, having
   // announced them to whoever watches.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
   // The same on this thread alone.
   void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
-  void RequireScore() const;  // throws InvalidState when kCustomized has none
+  void RequireScore() const { clock_.RequireScore(); }
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
   // returned.
@@ -344,6 +340,7 @@ class Table : public std::enable_shared_from_this<Table> {
   TableOptions options_;
   int64_t state_width_, state_offset_, row_stride_;
   Initializer initializer_;
+  ScoreClock clock_;
   mutable RwLock lock_;
   bool lost_in_fork_ = false;
   std::optional<KeyIndex> index_;  // empty once closed
@@ -352,7 +349,6 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
-  uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; takes itself off when it ends
