@@ -1,7 +1,6 @@
 #include "embstore/table.h"
 
 #include <algorithm>
-#include <new>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -60,14 +59,10 @@ SlotList::SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys)
       n_(std::ssize(keys)) {
   std::copy(keys.begin(), keys.end(), buffer_.as<int64_t>());
   std::fill_n(rows(), n_, kMissingRow);
-  std::lock_guard guard(table_->lists_mutex_);
-  table_->lists_.push_back(this);
+  table_->pins_.Add(this);
 }
 
-SlotList::~SlotList() {
-  std::lock_guard guard(table_->lists_mutex_);
-  std::erase(table_->lists_, this);
-}
+SlotList::~SlotList() { table_->pins_.Remove(this); }
 
 std::shared_ptr<Table> Table::Create(const TableOptions& options) {
   std::shared_ptr<Table> table(new Table(Validated(options)));
@@ -92,23 +87,18 @@ Table::Table(const TableOptions& options)
   rows_ = RowHeap(row_stride_, row_capacity_);
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (counts_apart()) uses_.resize(static_cast<size_t>(row_capacity_), 0);
-  if (options_.store) {
-    dirty_.resize(static_cast<size_t>(row_capacity_), 0);
-    options_.store->Attach();
-  }
+  below_.Attach(options_.store, row_capacity_);
 }
 
-Table::~Table() {
-  if (index_ && options_.store) options_.store->Detach();
-}
+Table::~Table() = default;
 
 void Table::AfterForkInChild(bool whole) {
   lock_.Renew();
   // Who reads a snapshot, or fetches rows ahead, is a thread of the parent.
   snapshot_ = nullptr;
-  prefetches_ = 0;
+  below_.RenewAfterFork();
   if (whole) return;
-  new (&lists_mutex_) std::mutex;
+  pins_.RenewAfterFork();
   lost_in_fork_ = true;
 }
 
@@ -124,16 +114,15 @@ void Table::RequireOpen() const {
 void Table::Close() {
   std::unique_lock guard(lock_);
   if (!index_) return;
-  if (options_.store) {
-    WriteBackDirty();
-    options_.store->Flush();
-    options_.store->Detach();
+  if (below_.exists()) {
+    below_.WriteBackAll(*index_, rows_);
+    below_.store().Flush();
   }
+  below_.Close();
   index_.reset();
   rows_ = RowHeap();
-  stamps_ = {};
+  pins_.Clear();
   changes_.reset();
-  dirty_ = {};
   uses_ = {};
 }
 
@@ -144,6 +133,8 @@ RowsView Table::rows() const {
 TableStats Table::stats() const {
   std::shared_lock guard(lock_);
   TableStats stats = stats_;
+  stats.fetches = below_.fetches();
+  stats.write_backs = below_.write_backs();
   if (index_) {
     stats.size = index_->size();
     stats.capacity = index_->capacity();
@@ -206,7 +197,7 @@ void Table::MakeRoom(int64_t rows) {
     rows_.Grow(capacity);
     if (snapshot_) snapshot_->Grow(capacity);
     if (changes_) changes_->Grow(capacity);
-    if (tracks_dirty()) dirty_.resize(static_cast<size_t>(capacity), 0);
+    below_.Grow(capacity);
     if (counts_apart()) uses_.resize(static_cast<size_t>(capacity), 0);
     row_capacity_ = capacity;
   }
@@ -242,12 +233,7 @@ void Table::InitRow(Row row, int64_t key, const float* initial, float* scratch) 
 }
 
 void Table::InitialVector(int64_t key, float* out) const {
-  initializer_.Fill(key, {out, static_cast<size_t>(options_.dim)});
-  if (options_.dtype == DType::kFloat32) return;
-  thread_local std::vector<uint16_t> rounded;
-  rounded.resize(static_cast<size_t>(options_.dim));
-  ActiveKernels().store_vector(out, options_.dim, options_.dtype, rounded.data());
-  ActiveKernels().load_vector(rounded.data(), options_.dim, options_.dtype, out);
+  initializer_.FillRounded(key, options_.dtype, {out, static_cast<size_t>(options_.dim)});
 }
 
 }  // namespace embstore
