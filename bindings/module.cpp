@@ -23,8 +23,8 @@ namespace embstore {
 namespace {
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> EmptyBytes(size_t bytes) {
-  auto* buffer = new PooledBuffer(bytes);
-  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<PooledBuffer*>(p); });
+  auto* buffer = new RecycledBuffer(bytes);
+  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<RecycledBuffer*>(p); });
   return {buffer->as<uint8_t>(), {bytes}, owner};
 }
 
@@ -55,7 +55,7 @@ NB_MODULE(_core, m) {
   m.def("isa", [] { return std::string(ActiveKernels().name); });
   m.def("empty_bytes", &EmptyBytes, "bytes"_a,
         "Uninitialised bytes from the engine's pool of recycled outputs.");
-  m.def("idle_pool_bytes", &IdlePoolBytes);
+  m.def("idle_pool_bytes", &IdleBufferBytes);
   m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a,
         nb::call_guard<nb::gil_scoped_release>());
   m.def(

@@ -56,8 +56,8 @@ std::span<const int64_t> Keys(uintptr_t keys, int64_t n) {
 nb::tuple FindVectors(const ServedTable& table,
                       const nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>& ids) {
   const size_t n = ids.size(), dim = static_cast<size_t>(table.options().dim);
-  auto* buffer = new PooledBuffer(n * (dim * sizeof(float) + 1));
-  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<PooledBuffer*>(p); });
+  auto* buffer = new RecycledBuffer(n * (dim * sizeof(float) + 1));
+  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<RecycledBuffer*>(p); });
   auto* vectors = buffer->as<float>();
   auto* found = buffer->as<uint8_t>() + n * dim * sizeof(float);
   {

@@ -23,14 +23,14 @@ static_assert(sizeof(KeySlot) == 2 * sizeof(int64_t));
 // lies in the pool, since fresh pages would cost more than the call.
 template <typename Call>
 Pairs Unlocked(const Call& call) {
-  auto* kept = new PooledBuffer;
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<PooledBuffer*>(p); });
+  auto* kept = new RecycledBuffer;
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<RecycledBuffer*>(p); });
   size_t count = 0;
   {
     nb::gil_scoped_release release;
     const auto pairs = call();
     count = pairs.size();
-    *kept = PooledBuffer(count * sizeof(KeySlot));
+    *kept = RecycledBuffer(count * sizeof(KeySlot));
     std::copy_n(pairs.data(), count, kept->as<KeySlot>());
   }
   return Pairs(kept->as<int64_t>(), {count, 2}, owner);

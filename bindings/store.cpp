@@ -113,12 +113,12 @@ class PythonStore final : public Store {
   void Clear() override { Call("clear"); }
   void Flush() override { Call("flush"); }
 
-  void Snapshot(const std::string& name) override {
+  void SaveCheckpoint(const std::string& name) override {
     const Inside inside(*this);
     store_.attr("snapshot")(name);
   }
 
-  void LoadSnapshot(const std::string& name) override {
+  void LoadCheckpoint(const std::string& name) override {
     const Inside inside(*this);
     store_.attr("load_snapshot")(name);
   }
@@ -305,8 +305,8 @@ void BindStore(nb::module_& m) {
           Unlocked())
       .def("clear", &Store::Clear, Unlocked())
       .def("flush", &Store::Flush, Unlocked())
-      .def("snapshot", &Store::Snapshot, Unlocked(), "name"_a)
-      .def("load_snapshot", &Store::LoadSnapshot, Unlocked(), "name"_a)
+      .def("snapshot", &Store::SaveCheckpoint, Unlocked(), "name"_a)
+      .def("load_snapshot", &Store::LoadCheckpoint, Unlocked(), "name"_a)
       .def("scan", &Store::Scan, nb::keep_alive<0, 1>(), Unlocked());
 
   // Files and directories fail with an errno, which makes the OSError that Python users expect.
@@ -330,8 +330,8 @@ void BindStore(nb::module_& m) {
       .def_ro("direct", &SsdStoreStats::direct);
   nb::class_<SsdStore, Store>(m, "SsdStore")
       .def("stats", &SsdStore::stats, Unlocked())
-      .def("snapshots", &SsdStore::Snapshots, Unlocked())
-      .def("delete_snapshot", &SsdStore::DeleteSnapshot, Unlocked(), "name"_a)
+      .def("snapshots", &SsdStore::Checkpoints, Unlocked())
+      .def("delete_snapshot", &SsdStore::DeleteCheckpoint, Unlocked(), "name"_a)
       .def("close", &SsdStore::Close, Unlocked());
   m.def(
       "ssd_store",

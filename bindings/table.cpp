@@ -296,8 +296,8 @@ void BindTable(nb::module_& m) {
           [](Table& table, uintptr_t keys, int64_t n) { return table.Prefetch(Keys(keys, n)); },
           Unlocked())
       .def("flush", &Table::Flush, Unlocked())
-      .def("snapshot", &Table::SaveSnapshot, Unlocked(), "name"_a)
-      .def("load_snapshot", &Table::LoadSnapshot, Unlocked(), "name"_a)
+      .def("snapshot", &Table::SaveCheckpoint, Unlocked(), "name"_a)
+      .def("load_snapshot", &Table::LoadCheckpoint, Unlocked(), "name"_a)
       .def(
           "resident",
           [](const Table& table, uintptr_t keys, int64_t n, uintptr_t found) {

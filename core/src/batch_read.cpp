@@ -279,12 +279,4 @@ void ReadBatch(std::span<const ReadRequest> requests, int depth, const Done& don
   RunOnThreads(requests, depth, done);
 }
 
-const char* ReadBatchMethod() {
-  if (WantsThreads()) return "threads";
-  auto ring = Rings::OfProcess().Take();
-  if (!ring) return "threads";
-  Rings::OfProcess().Give(std::move(ring));
-  return "io_uring";
-}
-
 }  // namespace embstore

@@ -1,4 +1,5 @@
 // Many small reads at once: io_uring where the kernel allows it, else threads with pread.
+// EMBSTORE_IO=threads in the environment asks for the latter.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +23,5 @@ struct ReadRequest {
 // for the first failure, after the others have ended; a file that ends early counts as EIO.
 void ReadBatch(std::span<const ReadRequest> requests, int depth,
                const std::function<void(size_t i, const std::byte* data)>& done);
-
-// "io_uring" or "threads". EMBSTORE_IO=threads in the environment asks for the latter.
-const char* ReadBatchMethod();
 
 }  // namespace embstore

@@ -86,7 +86,7 @@ void ForkGuard::Add(const std::shared_ptr<RwLock>& lock) {
   static const int registered = [] {
     // Handlers run from the latest to the first before a fork. A thread that works on a table may
     // need the pool of buffers, so the pool has to register its own before this one.
-    (void)IdlePoolBytes();
+    (void)IdleBufferBytes();
     return pthread_atfork(BeforeFork, InParent, InChild);
   }();
   (void)registered;
@@ -156,7 +156,7 @@ void ForkGuard::BeforeFork() {
   Tables().mutex.lock();
   StoreLocks().mutex.lock();
   if (!fork.owned) return;
-  for (const auto& table : fork.tables) table->lists_mutex_.lock();
+  for (const auto& table : fork.tables) table->pins_.mutex().lock();
 }
 
 void ForkGuard::InParent() {
@@ -164,7 +164,7 @@ void ForkGuard::InParent() {
   StoreLocks().mutex.unlock();
   Tables().mutex.unlock();
   if (!fork.owned) return;
-  for (const auto& table : fork.tables) table->lists_mutex_.unlock();
+  for (const auto& table : fork.tables) table->pins_.mutex().unlock();
   if (!t_prepared) UnlockAll();
 }
 
@@ -176,7 +176,7 @@ void ForkGuard::InChild() {
   for (const auto& lock : StoreLocks().Alive()) lock->Renew();
   for (const auto& table : Tables().Alive()) {
     const bool whole = fork.owned && Contains(fork.tables, table);
-    if (whole) table->lists_mutex_.unlock();
+    if (whole) table->pins_.mutex().unlock();
     table->AfterForkInChild(whole);
   }
   held() = new Held;  // the old one may belong to a thread that is not here

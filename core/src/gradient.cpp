@@ -17,14 +17,14 @@ namespace {
 
 // What the kernels need of a pooled batch: the bag and the factor of every occurrence.
 struct Bags {
-  PooledBuffer bag_of, scale;
+  RecycledBuffer bag_of, scale;
   bool scaled = false;
 
   Bags(const GradientRequest& request) {
     const auto n = static_cast<size_t>(request.slots->size());
-    bag_of = PooledBuffer(n * sizeof(uint32_t));
+    bag_of = RecycledBuffer(n * sizeof(uint32_t));
     scaled = request.weights || request.pooling == Pooling::kMean;
-    if (scaled) scale = PooledBuffer(n * sizeof(float));
+    if (scaled) scale = RecycledBuffer(n * sizeof(float));
     const auto bags = static_cast<int64_t>(request.offsets.size()) - 1;
     constexpr int64_t kBagsPerTask = 2048;
     ParallelFor((bags + kBagsPerTask - 1) / kBagsPerTask, [&](int64_t task) {
@@ -49,8 +49,8 @@ struct Bags {
 };
 
 // The vector of every occurrence, for a batch that is not pooled but lies in runs.
-PooledBuffer VectorNumbers(const GradientRequest& request) {
-  PooledBuffer numbers(static_cast<size_t>(request.slots->size()) * sizeof(uint32_t));
+RecycledBuffer VectorNumbers(const GradientRequest& request) {
+  RecycledBuffer numbers(static_cast<size_t>(request.slots->size()) * sizeof(uint32_t));
   for (size_t run = 0; run + 1 < request.offsets.size(); ++run) {
     const int64_t begin = request.offsets[run], end = request.offsets[run + 1];
     std::iota(numbers.as<uint32_t>() + begin, numbers.as<uint32_t>() + end,
@@ -63,7 +63,7 @@ PooledBuffer VectorNumbers(const GradientRequest& request) {
 struct Work {
   const GradientRequest* request;
   std::unique_ptr<Bags> bags;
-  PooledBuffer numbers;
+  RecycledBuffer numbers;
   VectorsView gradients;
   std::unique_ptr<Grouping> grouping;
 

@@ -46,7 +46,7 @@ class Grouping {
   int row_bits_;
   std::vector<uint32_t> cursors_;  // chunks x partitions: counts, then where to write next
   std::vector<uint32_t> begins_;   // partitions + 1
-  PooledBuffer items_;
+  RecycledBuffer items_;
 };
 
 }  // namespace embstore

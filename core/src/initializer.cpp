@@ -6,6 +6,7 @@
 
 #include "argument_check.h"
 #include "embstore/hash.h"
+#include "embstore/kernels.h"
 #include "embstore/philox.h"
 
 namespace embstore {
@@ -236,6 +237,16 @@ void Initializer::Fill(int64_t key, std::span<float> out) const {
     }
     if (!whole) std::copy(values, values + (out.size() - column), out.begin() + column);
   }
+}
+
+void Initializer::FillRounded(int64_t key, DType dtype, std::span<float> out) const {
+  Fill(key, out);
+  if (dtype == DType::kFloat32) return;
+  thread_local std::vector<uint16_t> rounded;
+  rounded.resize(out.size());
+  const auto dim = static_cast<int64_t>(out.size());
+  ActiveKernels().store_vector(out.data(), dim, dtype, rounded.data());
+  ActiveKernels().load_vector(rounded.data(), dim, dtype, out.data());
 }
 
 }  // namespace embstore

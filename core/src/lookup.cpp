@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "embstore/parallel.h"
-#include "fetched_rows.h"
 
 namespace embstore {
 namespace {
@@ -15,7 +14,7 @@ namespace {
 constexpr int64_t kKeysPerTask = 2048;
 
 // A share of one request: bags [first, last) if pooled, else keys [first, last).
-struct Piece {
+struct Share {
   int64_t first, last;
   std::vector<uint32_t> missing;  // occurrences without a row, ascending
 };
@@ -24,9 +23,9 @@ struct Piece {
 struct Work {
   const LookupRequest* request;
   Row* numbers;  // of its occurrences
-  Table::BatchScore score{ScoreUpdate::kKeep, 0};
-  std::vector<Piece> pieces;
-  std::vector<uint32_t> missing;  // of all pieces
+  BatchScore score;
+  std::vector<Share> shares;
+  std::vector<uint32_t> missing;  // of all shares
   std::vector<uint32_t> waiting;  // of a training batch: those that are not to be stored yet
   std::vector<float> extra;       // vectors of keys that are not stored
   int64_t refused = 0;
@@ -41,7 +40,7 @@ struct Work {
     const auto n = static_cast<int64_t>(request->keys.size());
     if (!pooled()) {
       for (int64_t i = 0; i < n; i += kKeysPerTask) {
-        pieces.push_back({i, std::min(i + kKeysPerTask, n), {}});
+        shares.push_back({i, std::min(i + kKeysPerTask, n), {}});
       }
       return;
     }
@@ -54,15 +53,15 @@ struct Work {
                                                 kKeysPerTask;) {
         ++last;
       }
-      pieces.push_back({first, last, {}});
+      shares.push_back({first, last, {}});
     }
   }
 
-  // All slots of a piece first, then all vectors: the one loop waits for the index, the other for
+  // All slots of a share first, then all vectors: the one loop waits for the index, the other for
   // rows, and each keeps as many misses in flight as the machine allows. Vectors of missing keys
   // are written again once they have a row.
-  void Answer(Piece& piece) {
-    int64_t begin = piece.first, end = piece.last;
+  void Answer(Share& share) {
+    int64_t begin = share.first, end = share.last;
     if (pooled()) {
       begin = request->offsets[static_cast<size_t>(begin)];
       end = request->offsets[static_cast<size_t>(end)];
@@ -71,11 +70,11 @@ struct Work {
     request->table->FindHere(request->keys.subspan(static_cast<size_t>(begin), n), numbers + begin,
                              score);
     for (int64_t i = begin; i < end; ++i) {
-      if (numbers[i] == kMissingRow) piece.missing.push_back(static_cast<uint32_t>(i));
+      if (numbers[i] == kMissingRow) share.missing.push_back(static_cast<uint32_t>(i));
     }
     const RowsView rows = request->table->rows();
     if (pooled()) {
-      PoolBags(rows, piece.first, piece.last);
+      PoolBags(rows, share.first, share.last);
     } else {
       Gather(rows, begin, end);
     }
@@ -109,11 +108,11 @@ struct Work {
                          request->pooling == Pooling::kMean, first, last, request->out);
   }
 
-  void AnswerAgain(const Piece& piece) const {
+  void AnswerAgain(const Share& share) const {
     const RowsView rows = request->table->rows();
     if (!pooled()) {
       // Runs, since a gather fetches the rows of its run ahead.
-      const std::vector<uint32_t>& missing_here = piece.missing;
+      const std::vector<uint32_t>& missing_here = share.missing;
       for (size_t j = 0, end = 0; j < missing_here.size(); j = end) {
         for (end = j + 1; end < missing_here.size();) {
           if (missing_here[end] != missing_here[end - 1] + 1) break;
@@ -124,10 +123,10 @@ struct Work {
       return;
     }
     int64_t done = -1;
-    for (uint32_t i : piece.missing) {
+    for (uint32_t i : share.missing) {
       if (static_cast<int64_t>(i) < done) continue;
-      const auto after = std::upper_bound(request->offsets.begin() + piece.first,
-                                          request->offsets.begin() + piece.last, int64_t{i});
+      const auto after = std::upper_bound(request->offsets.begin() + share.first,
+                                          request->offsets.begin() + share.last, int64_t{i});
       const int64_t bag = after - request->offsets.begin() - 1;
       PoolBags(rows, bag, bag + 1);
       done = request->offsets[static_cast<size_t>(bag + 1)];
@@ -135,8 +134,8 @@ struct Work {
   }
 
   void CollectMissing() {
-    for (const Piece& piece : pieces) {
-      missing.insert(missing.end(), piece.missing.begin(), piece.missing.end());
+    for (const Share& share : shares) {
+      missing.insert(missing.end(), share.missing.begin(), share.missing.end());
     }
   }
 
@@ -231,14 +230,14 @@ void InsertAll(std::vector<Work>& works) {
 }
 
 void Run(std::vector<Work>& works, Access access) {
-  std::vector<std::pair<Work*, Piece*>> tasks;
+  std::vector<std::pair<Work*, Share*>> tasks;
   for (Work& work : works) {
     work.Split();
-    for (Piece& piece : work.pieces) tasks.emplace_back(&work, &piece);
+    for (Share& share : work.shares) tasks.emplace_back(&work, &share);
   }
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
-    auto& [work, piece] = tasks[static_cast<size_t>(task)];
-    work->Answer(*piece);
+    auto& [work, share] = tasks[static_cast<size_t>(task)];
+    work->Answer(*share);
   });
   bool again = false;
   for (Work& work : works) {
@@ -262,8 +261,8 @@ void Run(std::vector<Work>& works, Access access) {
     for (Work& work : works) work.UseInitialValues();
   }
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
-    auto& [work, piece] = tasks[static_cast<size_t>(task)];
-    if (!piece->missing.empty()) work->AnswerAgain(*piece);
+    auto& [work, share] = tasks[static_cast<size_t>(task)];
+    if (!share->missing.empty()) work->AnswerAgain(*share);
   });
   // `extra` ends with this call, so nothing may point there: the backward pass skips them.
   for (Work& work : works) {
@@ -312,7 +311,7 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
   std::vector<Work> works;
   if (access != Access::kTrain) {
     const auto guards = LockAll<std::shared_lock<RwLock>>(requests);
-    std::vector<PooledBuffer> buffers;
+    std::vector<RecycledBuffer> buffers;
     for (const LookupRequest& request : requests) {
       buffers.emplace_back(request.keys.size() * sizeof(Row));
       works.emplace_back(&request, buffers.back().as<Row>());

@@ -140,18 +140,18 @@ void HugeBuffer::Clear() {
 namespace {
 
 // Blocks of the same size class are used again, the latest first (its pages are warmest).
-class Pool {
+class FreeBuffers {
  public:
   // Never destroyed: buffers held by Python objects may outlive static destruction.
-  static Pool& Global() {
-    static Pool* pool = [] {
-      auto* fresh = new Pool;
+  static FreeBuffers& Global() {
+    static FreeBuffers* buffers = [] {
+      auto* fresh = new FreeBuffers;
       // Another thread may hold the mutex at a fork; the child would never get it.
       pthread_atfork([] { Global().mutex_.lock(); }, [] { Global().mutex_.unlock(); },
                      [] { Global().mutex_.unlock(); });
       return fresh;
     }();
-    return *pool;
+    return *buffers;
   }
 
   // Classes of an eighth of a power of two waste at most 12 %.
@@ -182,7 +182,7 @@ class Pool {
   void Give(void* data, size_t bytes) noexcept {
     try {
       std::lock_guard lock(mutex_);
-      if (idle_bytes_ + bytes <= kMaxIdlePoolBytes) {
+      if (idle_bytes_ + bytes <= kMaxIdleBufferBytes) {
         free_[bytes].push_back(data);
         idle_bytes_ += bytes;
         return;
@@ -205,23 +205,23 @@ class Pool {
 
 }  // namespace
 
-PooledBuffer::PooledBuffer(size_t bytes) : size_(Pool::ClassOf(bytes)) {
-  data_ = Pool::Global().Take(size_);
+RecycledBuffer::RecycledBuffer(size_t bytes) : size_(FreeBuffers::ClassOf(bytes)) {
+  data_ = FreeBuffers::Global().Take(size_);
 }
 
-PooledBuffer::~PooledBuffer() {
-  if (data_) Pool::Global().Give(data_, size_);
+RecycledBuffer::~RecycledBuffer() {
+  if (data_) FreeBuffers::Global().Give(data_, size_);
 }
 
-PooledBuffer::PooledBuffer(PooledBuffer&& other) noexcept
+RecycledBuffer::RecycledBuffer(RecycledBuffer&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
 
-PooledBuffer& PooledBuffer::operator=(PooledBuffer&& other) noexcept {
+RecycledBuffer& RecycledBuffer::operator=(RecycledBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   return *this;
 }
 
-size_t IdlePoolBytes() { return Pool::Global().idle_bytes(); }
+size_t IdleBufferBytes() { return FreeBuffers::Global().idle_bytes(); }
 
 }  // namespace embstore

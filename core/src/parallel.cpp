@@ -54,10 +54,10 @@ std::atomic<int>& ThreadCount() {
   return count;
 }
 
-thread_local bool t_inside_pool = false;
+thread_local bool t_in_task = false;
 
 // Work is published by raising `generation_`; workers take task numbers from `next_`.
-class Pool {
+class Workers {
  public:
   void Run(int64_t tasks, internal::TaskFunction function, void* context, int helpers) {
     helpers = StartWorkers(helpers);
@@ -110,7 +110,7 @@ class Pool {
   }
 
   void WorkerLoop(uint64_t seen) {
-    t_inside_pool = true;
+    t_in_task = true;
     for (;;) {
       int spins = 0;
       while (generation_.load(std::memory_order_acquire) == seen) {
@@ -142,7 +142,7 @@ class Pool {
     }
   }
 
-  std::mutex busy_;  // held by the call that uses the pool
+  std::mutex busy_;  // held by the call that uses the workers
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> generation_{0};
@@ -156,25 +156,26 @@ class Pool {
   int workers_ = 0;
 };
 
-std::atomic<Pool*> g_pool{nullptr};
+std::atomic<Workers*> g_workers{nullptr};
 
-// Threads do not survive fork(), and their mutexes may be held: the child leaves the old pool
-// alone.
-void ForgetPoolInChild() {
-  g_pool.store(nullptr, std::memory_order_relaxed);
-  t_inside_pool = false;
+// Threads do not survive fork(), and their mutexes may be held: the child leaves the old workers
+// alone and starts its own.
+void ForgetWorkersInChild() {
+  g_workers.store(nullptr, std::memory_order_relaxed);
+  t_in_task = false;
 }
 
-Pool& CurrentPool() {
-  static const int registered = pthread_atfork(nullptr, nullptr, ForgetPoolInChild);
+Workers& CurrentWorkers() {
+  static const int registered = pthread_atfork(nullptr, nullptr, ForgetWorkersInChild);
   (void)registered;
-  Pool* pool = g_pool.load(std::memory_order_acquire);
-  if (!pool) {
-    Pool* fresh = new Pool;  // never destroyed: detached workers use it until the process ends
-    if (g_pool.compare_exchange_strong(pool, fresh)) return *fresh;
+  Workers* workers = g_workers.load(std::memory_order_acquire);
+  if (!workers) {
+    Workers* fresh =
+        new Workers;  // never destroyed: detached workers use it until the process ends
+    if (g_workers.compare_exchange_strong(workers, fresh)) return *fresh;
     delete fresh;
   }
-  return *pool;
+  return *workers;
 }
 
 }  // namespace
@@ -191,15 +192,15 @@ int NumThreads() { return ThreadCount().load(std::memory_order_relaxed); }
 
 void internal::RunTasks(int64_t tasks, TaskFunction function, void* context) {
   const int helpers = static_cast<int>(std::min<int64_t>(NumThreads(), tasks)) - 1;
-  if (helpers > 0 && !t_inside_pool) {
-    Pool& pool = CurrentPool();
-    std::unique_lock lock(pool.busy(), std::try_to_lock);
+  if (helpers > 0 && !t_in_task) {
+    Workers& workers = CurrentWorkers();
+    std::unique_lock lock(workers.busy(), std::try_to_lock);
     if (lock.owns_lock()) {
-      t_inside_pool = true;  // a task that calls ParallelFor again runs it alone
+      t_in_task = true;  // a task that calls ParallelFor again runs it alone
       struct Leave {
-        ~Leave() { t_inside_pool = false; }
+        ~Leave() { t_in_task = false; }
       } leave;
-      pool.Run(tasks, function, context, helpers);
+      workers.Run(tasks, function, context, helpers);
       return;
     }
   }

@@ -6,7 +6,8 @@
 #include <cstdint>
 
 #include "embstore/hash.h"
-#include "embstore/kernels.h"
+#include "embstore/index_view.h"
+#include "embstore/score_clock.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

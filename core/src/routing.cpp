@@ -1,9 +1,9 @@
 #include "embstore/routing.h"
 
 #include <algorithm>
-#include <bit>
 #include <string>
 
+#include "embstore/distinct_keys.h"
 #include "embstore/lookup.h"
 #include "embstore/parallel.h"
 #include "embstore/types.h"
@@ -33,34 +33,6 @@ std::vector<Share> SplitCells(std::span<const int64_t> offsets) {
   return shares;
 }
 
-// The distinct keys of one cell, in the order of their first occurrence.
-class Distinct {
- public:
-  // ids[i] = which distinct key occurrence i is.
-  void Collect(std::span<const int64_t> keys, int32_t* ids) {
-    const size_t buckets = std::bit_ceil(std::max<size_t>(2 * keys.size(), 16));
-    const HashSecret& secret = ProcessSecret();
-    places_.assign(buckets, -1);
-    keys_.clear();
-    for (size_t i = 0; i < keys.size(); ++i) {
-      size_t at = KeyedHash(keys[i], secret) & (buckets - 1);
-      while (places_[at] >= 0 && keys_[static_cast<size_t>(places_[at])] != keys[i]) {
-        at = (at + 1) & (buckets - 1);
-      }
-      if (places_[at] < 0) {
-        places_[at] = static_cast<int32_t>(keys_.size());
-        keys_.push_back(keys[i]);
-      }
-      ids[i] = places_[at];
-    }
-  }
-  const std::vector<int64_t>& keys() const { return keys_; }
-
- private:
-  std::vector<int32_t> places_;
-  std::vector<int64_t> keys_;
-};
-
 }  // namespace
 
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
@@ -79,7 +51,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
   route.index.resize(static_cast<size_t>(n));
   // Of unique cells: their distinct keys, and which of them an occurrence is.
   std::vector<std::vector<int64_t>> distinct(unique.empty() ? 0 : cells);
-  std::vector<int32_t> ids(unique.empty() ? 0 : static_cast<size_t>(n));
+  std::vector<uint32_t> ids(unique.empty() ? 0 : static_cast<size_t>(n));
   const auto is_unique = [&](size_t cell) { return !unique.empty() && unique[cell] != 0; };
 
   const auto cell_keys = [&](size_t cell) -> std::span<const int64_t> {
@@ -88,14 +60,15 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
                         static_cast<size_t>(offsets[cell + 1] - offsets[cell]));
   };
   ParallelFor(tasks, [&](int64_t task) {
-    thread_local Distinct collector;
+    thread_local DistinctKeys collector;
     const Share share = shares[static_cast<size_t>(task)];
     for (auto cell = static_cast<size_t>(share.first); cell < static_cast<size_t>(share.last);
          ++cell) {
       if (is_unique(cell)) {
         const auto begin = static_cast<size_t>(offsets[cell]);
-        collector.Collect(keys.subspan(begin, static_cast<size_t>(offsets[cell + 1]) - begin),
-                          ids.data() + begin);
+        const auto end = static_cast<size_t>(offsets[cell + 1]);
+        collector.Reset(end - begin);
+        for (size_t i = begin; i < end; ++i) ids[i] = collector.Add(keys[i]).number;
         distinct[cell] = collector.keys();
       }
       for (const int64_t key : cell_keys(cell)) {
@@ -128,7 +101,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
       }
       if (!is_unique(cell)) continue;
       for (auto i = begin; i < static_cast<size_t>(offsets[cell + 1]); ++i) {
-        route.index[i] = places[static_cast<size_t>(ids[i])];
+        route.index[i] = places[ids[i]];
       }
     }
   });

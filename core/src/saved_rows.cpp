@@ -56,7 +56,7 @@ size_t SavedRows::block_bytes() const {
 
 SavedRows::Block SavedRows::NewBlock() const {
   Block block;
-  block.buffer_ = PooledBuffer(block_bytes());
+  block.buffer_ = RecycledBuffer(block_bytes());
   block.first_ = rows_per_block_ * int64_t{sizeof(Block::Entry)};
   block.bytes_ = row_bytes_;
   return block;
@@ -124,11 +124,11 @@ void SavedRows::Spill(Block& block) {
     free_places_.pop_back();
   }
   block.place_ = place;
-  block.buffer_ = PooledBuffer();
+  block.buffer_ = RecycledBuffer();
 }
 
 void SavedRows::Fetch(Block& block) {
-  block.buffer_ = PooledBuffer(block_bytes());
+  block.buffer_ = RecycledBuffer(block_bytes());
   std::lock_guard guard(file_mutex_);
   ReadWholeAt(fd_, block.buffer_.data(), block_bytes(),
               block.place_ * static_cast<int64_t>(block_bytes()), kFile);

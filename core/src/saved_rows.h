@@ -31,7 +31,7 @@ class SavedRows {
       int64_t key;
       uint64_t score;
     };
-    PooledBuffer buffer_;  // entries, then rows; empty while the block is in the file
+    RecycledBuffer buffer_;  // entries, then rows; empty while the block is in the file
     int64_t count_ = 0, first_ = 0, bytes_ = 0;
     int64_t place_ = -1;  // in the file
   };

@@ -169,12 +169,7 @@ void ServedTable::ReadMissing(int64_t key, float* out) const {
     std::fill_n(out, dim, 0.0f);
     return;
   }
-  initializer_->Fill(key, {out, static_cast<size_t>(dim)});
-  if (options_.table_dtype == DType::kFloat32) return;
-  thread_local std::vector<uint16_t> rounded;
-  rounded.resize(static_cast<size_t>(dim));
-  ActiveKernels().store_vector(out, dim, options_.table_dtype, rounded.data());
-  ActiveKernels().load_vector(rounded.data(), dim, options_.table_dtype, out);
+  initializer_->FillRounded(key, options_.table_dtype, {out, static_cast<size_t>(dim)});
 }
 
 // Three steps a key, each some keys behind the one before, so that memory is always on its way:
@@ -233,7 +228,7 @@ void ServedTable::ReadBags(std::span<const int64_t> keys, std::span<const int64_
     throw InvalidArgument("offsets should rise from 0 to the number of keys, " + std::to_string(n));
   }
   const int64_t dim = options_.dim;
-  const PooledBuffer vectors(static_cast<size_t>(n * dim) * sizeof(float));
+  const RecycledBuffer vectors(static_cast<size_t>(n * dim) * sizeof(float));
   Read(keys, vectors.as<float>(), dim, nullptr);
   std::vector<Row> numbers(keys.size());
   std::iota(numbers.begin(), numbers.end(), Row{0});

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <bit>
 #include <string>
+#include <utility>
 
 #include "argument_check.h"
 #include "embstore/hash.h"
+#include "embstore/kernels.h"
+#include "embstore/score_clock.h"
 
 namespace embstore {
 namespace {
@@ -78,9 +81,9 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
   CheckArgument(keys.size() < UINT32_MAX, "the number of keys", "below 2^32 - 1", keys.size());
   Advance(time);
   out_ = out;
-  missing_.clear();
+  missing_.Reset(missing_.size());
+  admitted_keys_ = 0;
   missing_at_.clear();
-  std::fill(scratch_.begin(), scratch_.end(), 0);
   const Kernels& kernels = ActiveKernels();
   const IndexView view = index_.view();
   const uint64_t now = static_cast<uint64_t>(time - time_base_) << kSlotBits;
@@ -95,7 +98,8 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
     for (int64_t i = 0; i < count; ++i) {
       if (found[i] == kNoSlot) [[unlikely]] {
         out[begin + i] = -1;
-        NoteMissing(keys[static_cast<size_t>(begin + i)], static_cast<uint32_t>(begin + i));
+        const uint32_t number = missing_.Add(keys[static_cast<size_t>(begin + i)]).number;
+        missing_at_.push_back({static_cast<uint32_t>(begin + i), number});
         continue;
       }
       uint64_t& record = view.score(found[i]);
@@ -109,27 +113,6 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
     }
   }
   return static_cast<int64_t>(missing_.size());
-}
-
-void SlotMap::ResizeScratch(size_t occurrences) {
-  scratch_.assign(std::bit_ceil(std::max<size_t>(4 * occurrences, 1024)), 0);
-  for (size_t number = 0; number < missing_.size(); ++number) {
-    size_t at = index_.Hash(missing_[number]) & (scratch_.size() - 1);
-    while (scratch_[at] != 0) at = (at + 1) & (scratch_.size() - 1);
-    scratch_[at] = static_cast<uint32_t>(number + 1);
-  }
-}
-
-void SlotMap::NoteMissing(int64_t key, uint32_t position) {
-  if (2 * missing_.size() >= scratch_.size()) ResizeScratch(missing_.size());
-  size_t at = index_.Hash(key) & (scratch_.size() - 1);
-  while (scratch_[at] != 0 && missing_[scratch_[at] - 1] != key)
-    at = (at + 1) & (scratch_.size() - 1);
-  if (scratch_[at] == 0) {
-    missing_.push_back(key);
-    scratch_[at] = static_cast<uint32_t>(missing_.size());
-  }
-  missing_at_.push_back({position, scratch_[at] - 1});
 }
 
 int64_t SlotMap::TakeLowestFree() {
@@ -152,23 +135,22 @@ std::span<const KeySlot> SlotMap::Admit() {
   victims_.clear();
   victims_at_.clear();
   admitted_.clear();
-  const auto count =
-      static_cast<size_t>(std::min(free_slots(), static_cast<int64_t>(missing_.size())));
+  const std::span<const int64_t> coming = missing();
+  const auto count = static_cast<size_t>(std::min<int64_t>(free_slots(), std::ssize(coming)));
   admitted_.reserve(count);
   constexpr size_t kAhead = 16;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) index_.Prefetch(index_.Hash(missing_[i + kAhead]), /*whole=*/false);
+    if (i + kAhead < count) index_.Prefetch(index_.Hash(coming[i + kAhead]), /*whole=*/false);
     const int64_t slot = TakeLowestFree();
-    index_.InsertNew({missing_[i], Record(first_frequency_, last_time_, slot), kMissingRow});
-    admitted_.push_back({missing_[i], slot});
+    index_.InsertNew({coming[i], Record(first_frequency_, last_time_, slot), kMissingRow});
+    admitted_.push_back({coming[i], slot});
   }
-  for (const Occurrence& occurrence : missing_at_) {
-    if (occurrence.missing < count) out_[occurrence.position] = admitted_[occurrence.missing].slot;
-  }
-  // What is left keeps its order, under new numbers.
-  std::erase_if(missing_at_, [&](const Occurrence& o) { return o.missing < count; });
-  for (Occurrence& occurrence : missing_at_) occurrence.missing -= static_cast<uint32_t>(count);
-  missing_.erase(missing_.begin(), missing_.begin() + static_cast<std::ptrdiff_t>(count));
+  const size_t first = std::exchange(admitted_keys_, admitted_keys_ + count);
+  std::erase_if(missing_at_, [&](const Occurrence& o) {
+    if (o.missing >= admitted_keys_) return false;
+    out_[o.position] = admitted_[o.missing - first].slot;
+    return true;
+  });
   return admitted_;
 }
 

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "embstore/table.h"
-#include "fetched_rows.h"
 #include "key_list.h"
 #include "saved_rows.h"
 
@@ -46,7 +45,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes)
   table_->RequireOpen();
   marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity_));
   resident_rows_ = table_->index_->size();
-  listed_ = !table_->options_.store;
+  listed_ = !table_->below_.exists();
   older_ = std::exchange(table_->snapshot_, this);
 }
 
@@ -184,6 +183,11 @@ bool Snapshot::Walk(Output& out, int64_t room) {
 
 // ---- rows of the store ----
 
+void Snapshot::ThrowLost(int64_t key) const {
+  throw InvalidState(table_->below_.store().Describe() + " has lost key " + std::to_string(key) +
+                     " while a snapshot was read");
+}
+
 void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
                              const FetchedRows& below) {
   for (Snapshot* at = this; at; at = at->older_) {
@@ -192,12 +196,11 @@ void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> abse
       for (const uint32_t i : absent) {
         const int64_t place = at->below_->Find(keys[i]);
         if (place >= 0 && at->below_->marked(place)) continue;
-        const FetchedRows::Row row = below.Find(keys[i]);
+        const FetchedRow row = below.Find(keys[i]);
         if (row.data) {
           at->saved_->Add(i, keys[i], row.score, row.data, table_->stored_row_bytes());
         } else if (place >= 0) {
-          throw InvalidState(table_->options_.store->Describe() + " has lost key " +
-                             std::to_string(keys[i]) + " while a snapshot was read");
+          ThrowLost(keys[i]);
         }
         if (place >= 0) {
           at->below_->Mark(place);
@@ -210,6 +213,12 @@ void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> abse
       at->Fail();
     }
   }
+}
+
+void Snapshot::PreserveBelow(std::span<const int64_t> keys, const FetchedRows& below) {
+  std::vector<uint32_t> all(keys.size());
+  std::iota(all.begin(), all.end(), 0u);
+  PreserveBelow(keys.data(), all, below);
 }
 
 void Snapshot::Leave(int64_t key) {
@@ -228,9 +237,8 @@ void Snapshot::Leave(int64_t key) {
 }
 
 void Snapshot::PreserveStore() {
-  const Store& store = *table_->options_.store;
   try {
-    const auto scanner = store.ScanKeys();
+    const auto scanner = table_->below_.store().ScanKeys();
     std::vector<int64_t> keys;
     std::vector<uint32_t> absent;
     std::vector<uint8_t> resident;
@@ -242,7 +250,7 @@ void Snapshot::PreserveStore() {
         if (!resident[i]) absent.push_back(static_cast<uint32_t>(i));
       }
       PreserveBelow(keys.data(), absent,
-                    FetchedRows(store, keys.data(), absent, /*with_scores=*/true));
+                    table_->below_.Fetch(keys.data(), absent, /*with_scores=*/true));
     }
   } catch (...) {
     FailAll();
@@ -254,7 +262,7 @@ void Snapshot::List() {
   std::lock_guard listing(list_mutex_);
   if (listed_) return;
   RethrowFailure();
-  const auto scanner = table_->options_.store->ScanKeys();
+  const auto scanner = table_->below_.store().ScanKeys();
   std::vector<int64_t> keys;
   std::vector<uint8_t> resident;
   for (scanner->Next(kKeysPerHold, keys); !keys.empty(); scanner->Next(kKeysPerHold, keys)) {
@@ -296,27 +304,23 @@ bool Snapshot::ReadBelow(Output& out, int64_t room) {
     }
   }
   if (keys.empty()) return false;
-  std::vector<uint32_t> all(keys.size()), ours;
-  std::iota(all.begin(), all.end(), 0u);
-  const FetchedRows rows(*table_->options_.store, keys.data(), all, /*with_scores=*/true);
+  const FetchedRows rows = table_->below_.Fetch(keys, /*with_scores=*/true);
+  std::vector<int64_t> ours;
   {
     std::shared_lock guard(table_->lock_);
     table_->RequireOpen();
     std::lock_guard below_guard(below_mutex_);
-    for (const uint32_t i : all) {
-      const int64_t place = below_->Find(keys[i]);
+    for (const int64_t key : keys) {
+      const int64_t place = below_->Find(key);
       if (below_->marked(place)) continue;  // saved meanwhile
       below_->Mark(place);
-      ours.push_back(i);
+      ours.push_back(key);
     }
   }
-  for (const uint32_t i : ours) {
-    const FetchedRows::Row row = rows.Find(keys[i]);
-    if (!row.data) {
-      throw InvalidState(table_->options_.store->Describe() + " has lost key " +
-                         std::to_string(keys[i]) + " while a snapshot was read");
-    }
-    Emit(keys[i], row.score, row.data, out);
+  for (const int64_t key : ours) {
+    const FetchedRow row = rows.Find(key);
+    if (!row.data) ThrowLost(key);
+    Emit(key, row.score, row.data, out);
   }
   return true;
 }
@@ -350,7 +354,7 @@ int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, floa
       continue;
     }
     try {
-      all_given = !table_->options_.store || !ReadBelow(out, max_rows - out.count);
+      all_given = !table_->below_.exists() || !ReadBelow(out, max_rows - out.count);
     } catch (...) {
       Fail();  // what this thread was about to give is lost
     }

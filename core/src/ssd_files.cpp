@@ -156,7 +156,7 @@ void SyncDirectory(const std::string& path) {
   if (failed) ThrowIo(error, "fsync of " + path);
 }
 
-void RequireSnapshotName(const std::string& name) {
+void RequireCheckpointName(const std::string& name) {
   if (name.empty() || name.front() == '.' || name.find('/') != std::string::npos ||
       name.find('\0') != std::string::npos) {
     throw InvalidArgument(

@@ -65,7 +65,7 @@ void WriteFile(const std::string& path, const void* data, size_t bytes);
 // The whole file; throws InvalidState when it has more than max_bytes.
 std::string ReadFile(const std::string& path, int64_t max_bytes);
 void SyncDirectory(const std::string& path);
-void RequireSnapshotName(const std::string& name);
+void RequireCheckpointName(const std::string& name);
 
 // A flock, held until it is destroyed or the process ends. A flock belongs to the open file, which
 // a forked child shares; so the child closes its copy at once, or a data loader's worker that
@@ -106,7 +106,7 @@ class SsdFiles {
   SsdFiles& operator=(const SsdFiles&) = delete;
 
   const std::string& path() const { return path_; }
-  // 2: rows and snapshots of this directory have checksums. 1: those of the original have none.
+  // 2: rows and checkpoints of this directory have checksums. 1: those of the original have none.
   int format() const { return format_; }
   bool direct() const { return direct_; }
   int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct

@@ -197,7 +197,7 @@ void SsdStoreImpl::Release(uint32_t row) {
 // Frees a segment if nothing needs it any more.
 void SsdStoreImpl::Retire(int64_t number) {
   Segment& segment = segments_[static_cast<size_t>(number)];
-  if (segment.state != State::kWritten || segment.live || segment.snapshots) return;
+  if (segment.state != State::kWritten || segment.live || segment.checkpoints) return;
   segment.state = State::kFree;
   retired_[generation_].push_back(number);
 }
@@ -241,7 +241,7 @@ void SsdStoreImpl::WriteSegment(const SegmentBuffer& buffer) {
 }
 
 // After this everything is in the files. The open segment goes on with a fresh block: a block that
-// a snapshot may name is never written again.
+// a checkpoint may name is never written again.
 void SsdStoreImpl::FlushOpen() {
   writer_->Drain();
   Reap();
@@ -372,7 +372,7 @@ std::vector<int64_t> SsdStoreImpl::PickVictims(int64_t limit) const {
   };
   for (size_t i = 0; i < segments_.size(); ++i) {
     const Segment& segment = segments_[i];
-    if (segment.state != State::kWritten || segment.snapshots || segment.damaged) continue;
+    if (segment.state != State::kWritten || segment.checkpoints || segment.damaged) continue;
     places += layout_.rows_per_segment();
     live += segment.live;
     victims.push_back(static_cast<int64_t>(i));

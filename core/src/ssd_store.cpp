@@ -32,9 +32,9 @@ SsdStoreImpl::SsdStoreImpl(const SsdStoreOptions& options)
     throw InvalidArgument("capacity_rows should be at least 0 but is: " +
                           std::to_string(options.capacity_rows));
   }
-  if (!options.flush_snapshot.empty()) RequireSnapshotName(options.flush_snapshot);
+  if (!options.flush_checkpoint.empty()) RequireCheckpointName(options.flush_checkpoint);
   files_ = std::make_unique<SsdFiles>(options_, layout_);
-  if (options.create) FindSnapshots();
+  if (options.create) FindCheckpoints();
   writer_ = std::make_unique<SegmentWriter>([this](const SegmentBuffer& b) { WriteSegment(b); });
 }
 
@@ -74,13 +74,7 @@ void SsdStoreImpl::RequireRoom(std::span<const int64_t> keys) const {
   for (int64_t key : keys) {
     if (!index_.Find(key)) fresh.push_back(key);
   }
-  std::sort(fresh.begin(), fresh.end());
-  const auto count = std::unique(fresh.begin(), fresh.end()) - fresh.begin();
-  if (index_.size() + count > capacity) {
-    throw InvalidState(Describe() + " is full: it holds " + std::to_string(index_.size()) + " of " +
-                       std::to_string(capacity) + " rows and was given " + std::to_string(count) +
-                       " new ones; a larger capacity is needed");
-  }
+  RequireCapacity(capacity, index_.size(), std::move(fresh));
 }
 
 // Until no thread reads files without the lock. The caller has exclusive access, so none begins.
@@ -328,10 +322,10 @@ void SsdStoreImpl::Flush() {
   std::unique_lock guard(lock_);
   RequireUsable();
   if (!options_.create) return;
-  if (options_.flush_snapshot.empty()) {
+  if (options_.flush_checkpoint.empty()) {
     FlushOpen();
   } else {
-    Publish(options_.flush_snapshot);
+    Publish(options_.flush_checkpoint);
   }
 }
 
@@ -340,7 +334,7 @@ void SsdStoreImpl::Close() {
   std::unique_lock guard(lock_);
   if (!files_) return;
   WaitForReaders();
-  writer_.reset();  // what no snapshot names is lost anyway
+  writer_.reset();  // what no checkpoint names is lost anyway
   open_ = nullptr;
   in_memory_.clear();
   spare_.clear();
@@ -356,7 +350,7 @@ SsdStoreStats SsdStoreImpl::stats() const {
   stats.rows = index_.size();
   stats.index_bytes = static_cast<int64_t>(index_.bytes());
   const auto used = std::count_if(segments_.begin(), segments_.end(), [](const Segment& segment) {
-    return segment.state != State::kFree || segment.snapshots > 0;
+    return segment.state != State::kFree || segment.checkpoints > 0;
   });
   stats.file_bytes = used * layout_.segment_bytes();
   stats.bytes_put = bytes_put_;

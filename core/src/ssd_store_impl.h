@@ -1,5 +1,5 @@
 // The parts of an SSD store. ssd_store.cpp has rows in and out, ssd_segments.cpp how they reach the
-// files, ssd_snapshot.cpp what survives the process.
+// files, ssd_checkpoint.cpp what survives the process.
 #pragma once
 
 #include <sys/types.h>
@@ -91,12 +91,12 @@ class SsdStoreImpl final : public SsdStore {
   void Flush() override;
   std::unique_ptr<StoreScanner> Scan() const override;
   std::unique_ptr<KeyScanner> ScanKeys() const override;
-  void Snapshot(const std::string& name) override;
-  void LoadSnapshot(const std::string& name) override;
+  void SaveCheckpoint(const std::string& name) override;
+  void LoadCheckpoint(const std::string& name) override;
 
   SsdStoreStats stats() const override;
-  std::vector<std::string> Snapshots() const override;
-  void DeleteSnapshot(const std::string& name) override;
+  std::vector<std::string> Checkpoints() const override;
+  void DeleteCheckpoint(const std::string& name) override;
   void Close() override;
 
  private:
@@ -104,9 +104,9 @@ class SsdStoreImpl final : public SsdStore {
   friend class SsdKeyScanner;
   enum class State : uint8_t { kFree, kInMemory, kWritten };
   struct Segment {
-    uint32_t live = 0;       // rows that the index names
-    uint32_t snapshots = 0;  // that name rows of it
-    uint32_t blocks = 0;     // in the files
+    uint32_t live = 0;         // rows that the index names
+    uint32_t checkpoints = 0;  // that name rows of it
+    uint32_t blocks = 0;       // in the files
     State state = State::kFree;
     bool synced = false;   // durable, if it is written
     bool damaged = false;  // cannot be read: compaction leaves it alone
@@ -169,32 +169,32 @@ class SsdStoreImpl final : public SsdStore {
   void Empty(int64_t segment, const LiveRows& live);
   void ForgetRows();
 
-  // ssd_snapshot.cpp
-  struct SnapshotRows {
+  // ssd_checkpoint.cpp
+  struct CheckpointRows {
     std::vector<uint64_t> rows;  // in ascending order
     bool has_checksums;          // and so has every row
   };
-  SnapshotRows ReadSnapshot(const std::string& name) const;
-  FileLock LockSnapshot(const std::string& name) const;
+  CheckpointRows ReadCheckpoint(const std::string& name) const;
+  FileLock LockCheckpoint(const std::string& name) const;
   int64_t SegmentsInFiles() const;
   void LoadSegment(int64_t segment, std::span<const uint64_t> rows, bool has_checksums,
                    SsdIndex& index) const;
   std::vector<int64_t> SegmentsOf(const std::vector<uint64_t>& sorted_rows) const;
-  void WriteSnapshot(const std::string& folder, const std::vector<uint64_t>& sorted_rows);
+  void WriteCheckpoint(const std::string& folder, const std::vector<uint64_t>& sorted_rows);
   std::string FreshName() const;
   void Publish(const std::string& name);
   void Exchange(const std::string& a, const std::string& b);
   void Settle(const std::string& done);
   void Refer(const std::string& name, std::vector<int64_t> segments);
   void Unrefer(const std::string& name);
-  void FindSnapshots();
+  void FindCheckpoints();
 
   const SsdStoreOptions options_;
   const SsdLayout layout_;
   const pid_t process_;
   mutable StoreLock lock_;
   std::unique_ptr<SsdFiles> files_;  // null once closed
-  FileLock reading_;                 // of a store that only reads: the snapshot that it has loaded
+  FileLock reading_;  // of a store that only reads: the checkpoint that it has loaded
   SsdIndex index_;
   std::vector<Segment> segments_;
   std::set<int64_t> free_;
@@ -209,8 +209,8 @@ class SsdStoreImpl final : public SsdStore {
   int64_t sealed_ = 0;  // segments that were filled
   bool sync_failed_ = false;
   std::map<int64_t, std::shared_ptr<SegmentBuffer>> in_memory_;  // by segment, the open one too
-  std::vector<std::shared_ptr<SegmentBuffer>> spare_;      // fresh pages cost more than a copy
-  std::map<std::string, std::vector<int64_t>> snapshots_;  // the segments that each names
+  std::vector<std::shared_ptr<SegmentBuffer>> spare_;        // fresh pages cost more than a copy
+  std::map<std::string, std::vector<int64_t>> checkpoints_;  // the segments that each names
   std::atomic<int64_t> bytes_put_{0}, bytes_written_{0}, moved_rows_{0};
   std::unique_ptr<SegmentWriter> writer_;
 };

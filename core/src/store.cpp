@@ -6,10 +6,13 @@
 #include <shared_mutex>
 #include <utility>
 
+#include "embstore/distinct_keys.h"
 #include "embstore/fork_guard.h"
+#include "embstore/kernels.h"
 #include "embstore/key_index.h"
 #include "embstore/parallel.h"
 #include "embstore/row_heap.h"
+#include "embstore/score_clock.h"
 
 namespace embstore {
 
@@ -25,10 +28,18 @@ void Store::Attach() {
   }
 }
 
+void Store::RequireCapacity(int64_t capacity_rows, int64_t size, std::vector<int64_t> fresh) const {
+  SortDistinct(fresh);
+  if (size + std::ssize(fresh) <= capacity_rows) return;
+  throw InvalidState(Describe() + " is full: it holds " + std::to_string(size) + " of " +
+                     std::to_string(capacity_rows) + " rows and was given " +
+                     std::to_string(fresh.size()) + " new ones; a larger capacity is needed");
+}
+
 void Store::PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
                          const uint64_t* scores) {
   const auto bytes = static_cast<size_t>(row_bytes_);
-  const PooledBuffer together(keys.size() * bytes);
+  const RecycledBuffer together(keys.size() * bytes);
   for (size_t i = 0; i < keys.size(); ++i) {
     std::memcpy(together.as<std::byte>() + i * bytes, rows[i], bytes);
   }
@@ -48,11 +59,11 @@ std::unique_ptr<KeyScanner> Store::ScanKeys() const {
   return std::make_unique<Scanner>(*this);
 }
 
-void Store::Snapshot(const std::string& name) {
+void Store::SaveCheckpoint(const std::string& name) {
   throw InvalidState(Describe() + " keeps no snapshots, so '" + name + "' cannot be saved");
 }
 
-void Store::LoadSnapshot(const std::string& name) {
+void Store::LoadCheckpoint(const std::string& name) {
   throw InvalidState(Describe() + " keeps no snapshots, so '" + name + "' cannot be loaded");
 }
 
@@ -264,13 +275,7 @@ class MemoryStore final : public Store {
     for (int64_t key : keys) {
       if (index_.Find(key) == kNoSlot) fresh.push_back(key);
     }
-    std::sort(fresh.begin(), fresh.end());
-    const auto count = std::unique(fresh.begin(), fresh.end()) - fresh.begin();
-    if (index_.size() + count > capacity_rows_) {
-      throw InvalidState(Describe() + " is full: it holds " + std::to_string(index_.size()) +
-                         " of " + std::to_string(capacity_rows_) + " rows and was given " +
-                         std::to_string(count) + " new ones; a larger capacity is needed");
-    }
+    RequireCapacity(capacity_rows_, index_.size(), std::move(fresh));
   }
 
   // Whether slots may have moved.

@@ -1,9 +1,6 @@
 #include "embstore/table.h"
 
-#include <time.h>
-
 #include <algorithm>
-#include <new>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -21,12 +18,6 @@ int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit 
 
 int64_t StateOffset(int64_t dim, DType dtype) {
   return RoundUp(dim * static_cast<int64_t>(SizeOf(dtype)), 4);
-}
-
-uint64_t NowNanoseconds() {
-  timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000ULL + static_cast<uint64_t>(now.tv_nsec);
 }
 
 const TableOptions& Validated(const TableOptions& options) {
@@ -68,14 +59,10 @@ SlotList::SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys)
       n_(std::ssize(keys)) {
   std::copy(keys.begin(), keys.end(), buffer_.as<int64_t>());
   std::fill_n(rows(), n_, kMissingRow);
-  std::lock_guard guard(table_->lists_mutex_);
-  table_->lists_.push_back(this);
+  table_->pins_.Add(this);
 }
 
-SlotList::~SlotList() {
-  std::lock_guard guard(table_->lists_mutex_);
-  std::erase(table_->lists_, this);
-}
+SlotList::~SlotList() { table_->pins_.Remove(this); }
 
 std::shared_ptr<Table> Table::Create(const TableOptions& options) {
   std::shared_ptr<Table> table(new Table(Validated(options)));
@@ -88,7 +75,8 @@ Table::Table(const TableOptions& options)
       state_width_(StateWidth(options.optimizer, options.dim)),
       state_offset_(StateOffset(options.dim, options.dtype)),
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
-      initializer_(options.initializer, options.seed, options.name) {
+      initializer_(options.initializer, options.seed, options.name),
+      clock_(options.score_strategy, options.name) {
   options_.index.seed = options.seed;  // stays the index's own when the table gets another seed
   index_.emplace(options_.index);
   row_capacity_ = index_->capacity();
@@ -99,23 +87,18 @@ Table::Table(const TableOptions& options)
   rows_ = RowHeap(row_stride_, row_capacity_);
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (counts_apart()) uses_.resize(static_cast<size_t>(row_capacity_), 0);
-  if (options_.store) {
-    dirty_.resize(static_cast<size_t>(row_capacity_), 0);
-    options_.store->Attach();
-  }
+  below_.Attach(options_.store, row_capacity_);
 }
 
-Table::~Table() {
-  if (index_ && options_.store) options_.store->Detach();
-}
+Table::~Table() = default;
 
 void Table::AfterForkInChild(bool whole) {
   lock_.Renew();
   // Who reads a snapshot, or fetches rows ahead, is a thread of the parent.
   snapshot_ = nullptr;
-  prefetches_ = 0;
+  below_.RenewAfterFork();
   if (whole) return;
-  new (&lists_mutex_) std::mutex;
+  pins_.RenewAfterFork();
   lost_in_fork_ = true;
 }
 
@@ -131,16 +114,15 @@ void Table::RequireOpen() const {
 void Table::Close() {
   std::unique_lock guard(lock_);
   if (!index_) return;
-  if (options_.store) {
-    WriteBackDirty();
-    options_.store->Flush();
-    options_.store->Detach();
+  if (below_.exists()) {
+    below_.WriteBackAll(*index_, rows_);
+    below_.store().Flush();
   }
+  below_.Close();
   index_.reset();
   rows_ = RowHeap();
-  stamps_ = {};
+  pins_.Clear();
   changes_.reset();
-  dirty_ = {};
   uses_ = {};
 }
 
@@ -151,6 +133,8 @@ RowsView Table::rows() const {
 TableStats Table::stats() const {
   std::shared_lock guard(lock_);
   TableStats stats = stats_;
+  stats.fetches = below_.fetches();
+  stats.write_backs = below_.write_backs();
   if (index_) {
     stats.size = index_->size();
     stats.capacity = index_->capacity();
@@ -176,80 +160,30 @@ int64_t Table::capacity() const {
 uint64_t Table::current_score() {
   std::unique_lock guard(lock_);
   RequireOpen();
-  switch (options_.score_strategy) {
-    case ScoreStrategy::kTimestamp:
-    case ScoreStrategy::kNoEviction: {
-      const uint64_t score = std::max(last_timestamp_ + 1, NowNanoseconds());
-      last_timestamp_ = score - 1;  // so that a later batch cannot fall below what was shown
-      return score;
-    }
-    case ScoreStrategy::kStep:
-      return step_;
-    case ScoreStrategy::kCustomized:
-      return custom_score_;
-    case ScoreStrategy::kLfu:
-      return 0;
-  }
-  return 0;
+  return clock_.Peek();
 }
 
 void Table::set_custom_score(uint64_t score) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  if (options_.score_strategy != ScoreStrategy::kCustomized) {
-    throw InvalidArgument(
-        "score should be set only on a table whose strategy is customized, and '" + options_.name +
-        "' has another");
-  }
-  if (score == 0) throw InvalidArgument("score should be at least 1 but is: 0");
-  custom_score_ = score;
+  clock_.set_custom_score(score);
 }
 
 void Table::set_step(uint64_t step) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  if (options_.score_strategy != ScoreStrategy::kStep) {
-    throw InvalidArgument("step should be set only on a table whose strategy is step, and '" +
-                          options_.name + "' has another");
-  }
-  if (step == 0) throw InvalidArgument("step should be at least 1 but is: 0");
-  step_ = step;
+  clock_.set_step(step);
 }
 
 void Table::RaiseClock(uint64_t score) {
   std::unique_lock guard(lock_);
-  if (score > 0) last_timestamp_ = std::max(last_timestamp_, score - 1);
+  clock_.RaiseTo(score);
 }
 
 void Table::set_seed(uint64_t seed) {
   std::unique_lock guard(lock_);
   options_.seed = seed;
   initializer_ = Initializer(options_.initializer, seed, options_.name);
-}
-
-void Table::RequireScore() const {
-  if (options_.score_strategy == ScoreStrategy::kCustomized && custom_score_ == 0) {
-    throw InvalidState("score of table '" + options_.name +
-                       "' should be set before its first training batch");
-  }
-}
-
-Table::BatchScore Table::NextBatchScore() {
-  switch (options_.score_strategy) {
-    case ScoreStrategy::kTimestamp:
-    case ScoreStrategy::kNoEviction:
-      last_timestamp_ = std::max(last_timestamp_ + 1, NowNanoseconds());
-      return {ScoreUpdate::kSet, last_timestamp_};
-    case ScoreStrategy::kStep:
-      // Stays at the largest: 0 would say that the slot is free.
-      return {ScoreUpdate::kSet, step_ == UINT64_MAX ? step_ : step_++};
-    case ScoreStrategy::kCustomized:
-      RequireScore();
-      return {ScoreUpdate::kSet, custom_score_};
-    case ScoreStrategy::kLfu:
-      break;
-  }
-  return {ScoreUpdate::kCount, 1};
 }
 
 void Table::MakeRoom(int64_t rows) {
@@ -263,7 +197,7 @@ void Table::MakeRoom(int64_t rows) {
     rows_.Grow(capacity);
     if (snapshot_) snapshot_->Grow(capacity);
     if (changes_) changes_->Grow(capacity);
-    if (tracks_dirty()) dirty_.resize(static_cast<size_t>(capacity), 0);
+    below_.Grow(capacity);
     if (counts_apart()) uses_.resize(static_cast<size_t>(capacity), 0);
     row_capacity_ = capacity;
   }
@@ -299,12 +233,7 @@ void Table::InitRow(Row row, int64_t key, const float* initial, float* scratch) 
 }
 
 void Table::InitialVector(int64_t key, float* out) const {
-  initializer_.Fill(key, {out, static_cast<size_t>(options_.dim)});
-  if (options_.dtype == DType::kFloat32) return;
-  thread_local std::vector<uint16_t> rounded;
-  rounded.resize(static_cast<size_t>(options_.dim));
-  ActiveKernels().store_vector(out, options_.dim, options_.dtype, rounded.data());
-  ActiveKernels().load_vector(rounded.data(), options_.dim, options_.dtype, out);
+  initializer_.FillRounded(key, options_.dtype, {out, static_cast<size_t>(options_.dim)});
 }
 
 }  // namespace embstore

@@ -2,20 +2,17 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <utility>
 
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
-#include "fetched_rows.h"
 
 namespace embstore {
 
 void ChangeSet::Remove(int64_t key) {
   removed_.push_back(key);
   if (removed_.size() < compact_at_) return;
-  std::sort(removed_.begin(), removed_.end());
-  removed_.erase(std::unique(removed_.begin(), removed_.end()), removed_.end());
+  SortDistinct(removed_);
   compact_at_ = std::max(compact_at_, 2 * removed_.size());
 }
 
@@ -64,9 +61,8 @@ Table::Changes Table::TakeChanges(bool with_states) {
   for (int64_t key : changes_->removed()) {
     if (index_->Find(key) == kNoSlot) taken.removed.push_back(key);
   }
-  std::sort(taken.removed.begin(), taken.removed.end());
-  taken.removed.erase(std::unique(taken.removed.begin(), taken.removed.end()), taken.removed.end());
-  if (options_.store) TakeFromBelow(taken, with_states);
+  SortDistinct(taken.removed);
+  if (below_.exists()) TakeFromBelow(taken, with_states);
   changes_ = std::make_unique<ChangeSet>(row_capacity_);
   return taken;
 }
@@ -78,11 +74,9 @@ void Table::TakeFromBelow(Changes& taken, bool with_states) const {
   for (size_t begin = 0; begin < taken.removed.size(); begin += kKeysAtOnce) {
     const size_t n = std::min(kKeysAtOnce, taken.removed.size() - begin);
     const std::span<const int64_t> keys{taken.removed.data() + begin, n};
-    std::vector<uint32_t> all(n);
-    std::iota(all.begin(), all.end(), 0u);
-    const FetchedRows below(*options_.store, keys.data(), all, /*with_scores=*/true);
+    const FetchedRows below = below_.Fetch(keys, /*with_scores=*/true);
     for (const int64_t key : keys) {
-      const FetchedRows::Row row = below.Find(key);
+      const FetchedRow row = below.Find(key);
       if (!row.data) {
         gone.push_back(key);
         continue;

@@ -1,54 +1,13 @@
 // How keys that are missing get rows: room, eviction, protection of pinned rows, admission.
 #include <algorithm>
-#include <atomic>
-#include <bit>
 #include <string>
 #include <utility>
 
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
-#include "fetched_rows.h"
 
 namespace embstore {
-
-// Two marks a call: of rows that the running batch has, and of rows that other live batches have.
-void Table::NextStamp() {
-  stamps_.resize(static_cast<size_t>(row_capacity_), 0);
-  if (stamp_ > UINT8_MAX - 2) {
-    std::fill(stamps_.begin(), stamps_.end(), uint8_t{0});
-    stamp_ = 0;
-  }
-  stamp_ += 2;
-}
-
-void Table::StampPinned(const Row* own) {
-  NextStamp();
-  std::lock_guard guard(lists_mutex_);
-  const auto stamp = [&](const SlotList* list, uint8_t value) {
-    constexpr int64_t kRowsPerTask = 8192;
-    ParallelFor((list->size() + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
-      const int64_t begin = task * kRowsPerTask;
-      const int64_t end = std::min(begin + kRowsPerTask, list->size());
-      for (int64_t i = begin; i < end; ++i) {
-        const Row row = list->rows()[i];
-        if (row < 0) continue;
-        // Several threads may stamp the same row, always with the same value.
-        std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(row)])
-            .store(value, std::memory_order_relaxed);
-      }
-    });
-  };
-  const SlotList* mine = nullptr;
-  for (const SlotList* list : lists_) {
-    if (list->rows() == own) {
-      mine = list;
-    } else {
-      stamp(list, stamp_ - 1);
-    }
-  }
-  if (mine) stamp(mine, stamp_);
-}
 
 // The distinct keys among the missing ones, and what becomes of them.
 struct Table::Newcomers {
@@ -59,7 +18,7 @@ struct Table::Newcomers {
   std::vector<Evicted> evicted;  // of the newcomers from `plain` on; slot == kNoSlot: none
   std::vector<uint8_t> aside;    // its stripe has no place for it
   int64_t plain = 0;             // the first ones get free rows
-  PooledBuffer scratch;          // a vector for each task of FillRows
+  RecycledBuffer scratch;        // a vector for each task of FillRows
 
   int64_t size() const { return std::ssize(first); }
 };
@@ -72,26 +31,23 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
   fresh.hashes.reserve(missing.size());
   fresh.scores.reserve(missing.size());
   fresh.number.resize(missing.size());
-  // Open addressing, half full at most; 0 is a free place.
-  std::vector<uint32_t> places(std::bit_ceil(2 * missing.size() + 2), 0);
-  const size_t mask = places.size() - 1;
+  DistinctKeys distinct(index_->secret());
+  distinct.Reset(missing.size());
   for (size_t i = 0; i < missing.size(); ++i) {
     const int64_t key = keys[missing[i]];
     const uint64_t hash = index_->Hash(key);
-    size_t at = hash & mask;
-    while (places[at] && keys[fresh.first[places[at] - 1]] != key) at = (at + 1) & mask;
-    if (!places[at]) {
+    const auto [number, is_new] = distinct.Add(key, hash);
+    if (is_new) {
       fresh.first.push_back(missing[i]);
       fresh.hashes.push_back(hash);
       fresh.scores.push_back(score);
-      places[at] = static_cast<uint32_t>(fresh.first.size());
     } else if (counts_occurrences() && !scores) {
-      ++fresh.scores[places[at] - 1];
+      ++fresh.scores[number];
     }
-    fresh.number[i] = places[at] - 1;
-    if (scores) fresh.scores[places[at] - 1] = scores[missing[i]];
+    fresh.number[i] = number;
+    if (scores) fresh.scores[number] = scores[missing[i]];
   }
-  const bool adds_up = counts_occurrences() && !scores && !below.keys().empty();
+  const bool adds_up = counts_occurrences() && !scores && !below.empty();
   for (int64_t j = 0; adds_up && j < fresh.size(); ++j) {
     uint64_t& own = fresh.scores[static_cast<size_t>(j)];
     const uint64_t before = below.Find(keys[fresh.first[static_cast<size_t>(j)]]).score;
@@ -105,23 +61,22 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
 // The slot to give up for this key, or kNoSlot. Rows of other live batches are the last to go,
 // since their gradients are lost; over a store the table rather grows.
 Slot Table::Victim(uint64_t hash) const {
-  const auto is_pinned = [&](Row row) { return stamps_[static_cast<size_t>(row)] >= stamp_ - 1; };
+  const auto is_pinned = [&](Row row) { return pins_.IsHeld(row); };
   const auto worth = [&](const IndexEntry& entry) { return Worth(entry); };
   const Slot slot = index_->Victim(hash, is_pinned, worth);
   if (slot != kNoSlot || MayExceedBudget()) return slot;
-  return index_->Victim(hash, [&](Row row) { return IsStamped(row); }, worth);
+  return index_->Victim(hash, [&](Row row) { return pins_.IsHeldByCall(row); }, worth);
 }
 
 // Gives the row of a slot to a newcomer.
 void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
   const IndexEntry victim = index_->entry(slot);
   if (watched()) BeforeChange(victim);
-  const bool pinned = stamps_[static_cast<size_t>(victim.row)] == stamp_ - 1;
-  fresh.evicted[static_cast<size_t>(newcomer - fresh.plain)] = {victim.key, victim.score, slot,
-                                                                victim.row, pinned};
+  fresh.evicted[static_cast<size_t>(newcomer - fresh.plain)] = {victim, slot,
+                                                                pins_.IsHeldByOthers(victim.row)};
   index_->Erase(slot);
   fresh.rows[static_cast<size_t>(newcomer)] = victim.row;
-  Stamp(victim.row);
+  pins_.Hold(victim.row);
 }
 
 // Keys of the overflow area belong to no bucket, so nobody's search for a victim meets them: those
@@ -129,7 +84,7 @@ void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
 void Table::EvictAside(Newcomers& fresh) {
   std::vector<IndexEntry> aside;
   index_->VisitOverflow([&](Slot, const IndexEntry& entry) {
-    if (stamps_[static_cast<size_t>(entry.row)] < stamp_ - 1) aside.push_back(entry);
+    if (!pins_.IsHeld(entry.row)) aside.push_back(entry);
   });
   std::sort(aside.begin(), aside.end(), [this](const IndexEntry& a, const IndexEntry& b) {
     return std::pair(Worth(a), HashKey(a.key)) < std::pair(Worth(b), HashKey(b.key));
@@ -189,7 +144,7 @@ void Table::Undo(const int64_t* keys, Newcomers& fresh) {
     if (slot != kNoSlot) index_->Erase(slot);
   }
   for (const Evicted& gone : fresh.evicted) {
-    if (gone.slot != kNoSlot) index_->PutBack(gone.slot, {gone.key, gone.score, gone.row});
+    if (gone.slot != kNoSlot) index_->PutBack(gone.slot, gone.entry);
   }
 }
 
@@ -218,19 +173,13 @@ void Table::Unpin(std::span<const Evicted> evicted, const Row* own) {
   if (std::none_of(evicted.begin(), evicted.end(), [](const Evicted& e) { return e.pinned; })) {
     return;
   }
-  NextStamp();
+  pins_.Begin(row_capacity_);
   for (const Evicted& gone : evicted) {
     if (!gone.pinned) continue;
-    Stamp(gone.row);
+    pins_.Hold(gone.entry.row);
     ++stats_.dropped_gradients;
   }
-  std::lock_guard guard(lists_mutex_);
-  for (SlotList* list : lists_) {
-    if (list->rows() == own) continue;
-    for (Row *row = list->rows(), *end = row + list->size(); row != end; ++row) {
-      if (*row >= 0 && IsStamped(*row)) *row = kMissingRow;
-    }
-  }
+  pins_.TakeFromLists(own);
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
@@ -243,7 +192,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
                              uint64_t score, const uint64_t* scores, const FetchedRows& below,
                              const float* initial) {
   if (missing.empty()) return 0;
-  if (snapshot_ && options_.store) snapshot_->PreserveBelow(keys, missing, below);
+  if (snapshot_ && below_.exists()) snapshot_->PreserveBelow(keys, missing, below);
   // What may fail for want of memory comes first, or can be taken back.
   Newcomers fresh = Distinct(keys, missing, score, scores, below);
   const int64_t n = fresh.size(), size = index_->size();
@@ -253,12 +202,12 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
                       "' has as many rows as there can be: " + std::to_string(size));
   }
   fresh.evicted.resize(static_cast<size_t>(n - fresh.plain));
-  fresh.scratch = PooledBuffer(static_cast<size_t>(FillTasks(n) * options_.dim) * sizeof(float));
+  fresh.scratch = RecycledBuffer(static_cast<size_t>(FillTasks(n) * options_.dim) * sizeof(float));
   MakeRoom(size + fresh.plain);
-  if (fresh.plain < n) StampPinned(rows);
+  if (fresh.plain < n) pins_.BeginBatch(rows, row_capacity_);
   for (int64_t j = 0; j < fresh.plain; ++j) {
     fresh.rows[static_cast<size_t>(j)] = rows_.Next(j);
-    if (fresh.plain < n) Stamp(rows_.Next(j));
+    if (fresh.plain < n) pins_.Hold(rows_.Next(j));
   }
   std::vector<Evicted> evicted;
   try {
@@ -266,8 +215,8 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
     Place(keys, fresh);
     std::copy_if(fresh.evicted.begin(), fresh.evicted.end(), std::back_inserter(evicted),
                  [](const Evicted& gone) { return gone.slot != kNoSlot; });
-    if (snapshot_ && options_.store) {
-      for (const Evicted& gone : evicted) snapshot_->Leave(gone.key);
+    if (snapshot_ && below_.exists()) {
+      for (const Evicted& gone : evicted) snapshot_->Leave(gone.entry.key);
     }
     WriteBack(evicted);  // the last moment: rows are still those of the victims
     LogEvictions(evicted);
@@ -316,7 +265,7 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
     rest.aside.resize(rest.first.size(), 0);
     rest.plain = rest.size();
     rest.scratch =
-        PooledBuffer(static_cast<size_t>(FillTasks(rest.size()) * options_.dim) * sizeof(float));
+        RecycledBuffer(static_cast<size_t>(FillTasks(rest.size()) * options_.dim) * sizeof(float));
     MakeRoom(index_->size() + rest.size());
     try {
       Place(keys, rest);
@@ -366,22 +315,23 @@ std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& m
 void Table::LogEvictions(std::span<Evicted> evicted) {
   stats_.evictions += static_cast<int64_t>(evicted.size());
   if (changes_) {
-    for (const Evicted& gone : evicted) changes_->Remove(gone.key);
+    for (const Evicted& gone : evicted) changes_->Remove(gone.entry.key);
   }
   if (options_.eviction_log == EvictionLog::kOff) return;
   // They come in the order of the threads that found them; the log must not depend on those.
   std::sort(evicted.begin(), evicted.end(),
-            [](const Evicted& a, const Evicted& b) { return a.row < b.row; });
+            [](const Evicted& a, const Evicted& b) { return a.entry.row < b.entry.row; });
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;
   const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
   for (const Evicted& gone : evicted) {
-    log_.keys.push_back(gone.key);
-    log_.scores.push_back(gone.score);
+    log_.keys.push_back(gone.entry.key);
+    log_.scores.push_back(gone.entry.score);
     if (!with_rows) continue;
     log_.values.resize(log_.values.size() + dim);
-    ActiveKernels().load_vector(rows_.at(gone.row), options_.dim, options_.dtype,
+    ActiveKernels().load_vector(rows_.at(gone.entry.row), options_.dim, options_.dtype,
                                 &log_.values[log_.values.size() - dim]);
-    log_.states.insert(log_.states.end(), state_at(gone.row), state_at(gone.row) + width);
+    const float* const state = state_at(gone.entry.row);
+    log_.states.insert(log_.states.end(), state, state + width);
   }
   const auto capacity = static_cast<size_t>(options_.eviction_log_capacity);
   if (log_.keys.size() <= capacity) return;

@@ -11,7 +11,6 @@
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
-#include "fetched_rows.h"
 #include "grouping.h"
 
 namespace embstore {
@@ -60,12 +59,12 @@ void Table::Contains(std::span<const int64_t> keys, uint8_t* found) const {
   std::shared_lock guard(lock_);
   RequireOpen();
   LockedResident(keys, found);
-  if (!options_.store) return;
+  if (!below_.exists()) return;
   const std::vector<uint32_t> missing = Positions(found, keys.size(), 0);
   std::vector<int64_t> wanted;
   for (uint32_t i : missing) wanted.push_back(keys[i]);
   std::vector<uint8_t> below(wanted.size());
-  options_.store->Contains(wanted, below.data());
+  below_.store().Contains(wanted, below.data());
   for (size_t j = 0; j < missing.size(); ++j) found[missing[j]] = below[j];
 }
 
@@ -76,7 +75,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   const RowsView view = rows();
   const int64_t width = state_width_;
   std::vector<uint8_t> found_here;
-  if (options_.store && !found) {
+  if (below_.exists() && !found) {
     found_here.resize(keys.size());
     found = found_here.data();
   }
@@ -98,12 +97,11 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
       }
     }
   });
-  if (!options_.store) return;
+  if (!below_.exists()) return;
   const std::vector<uint32_t> missing = Positions(found, keys.size(), 0);
-  if (missing.empty()) return;
-  const FetchedRows below(*options_.store, keys.data(), missing, scores != nullptr);
+  const FetchedRows below = below_.Fetch(keys.data(), missing, scores != nullptr);
   for (uint32_t i : missing) {
-    const FetchedRows::Row fetched = below.Find(keys[i]);
+    const FetchedRow fetched = below.Find(keys[i]);
     if (!fetched.data) continue;
     found[i] = 1;
     if (values) {
@@ -143,7 +141,7 @@ void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score)
     return;
   }
   // The score of a hit changes as well, so its row is announced first.
-  const PooledBuffer buffer(keys.size() * sizeof(Slot));
+  const RecycledBuffer buffer(keys.size() * sizeof(Slot));
   const Slot* const slots = buffer.as<Slot>();
   find(view, keys.data(), n, buffer.as<Slot>(), rows, ScoreUpdate::kKeep, 0);
   constexpr int64_t kAhead = 16;
@@ -173,7 +171,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore();
   // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
   // them.
-  for (int64_t i = 0; scores && i < n; ++i) last_timestamp_ = std::max(last_timestamp_, scores[i]);
+  if (scores && n > 0) clock_.RaiseAbove(*std::max_element(scores, scores + n));
   Row* const rows = list->rows();
   FindAll(keys, rows, batch);
   if (watched()) BeforeChange(keys, rows);  // rows change even where scores stay
@@ -220,17 +218,16 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
   std::unique_lock guard(lock_);
   RequireOpen();
   int64_t only_below = 0;
-  if (options_.store) {
+  if (below_.exists()) {
     const std::vector<int64_t> below = OnlyBelow(keys);
     only_below = std::ssize(below);
     PreserveBelow(below);
-    options_.store->Erase(keys);  // first: if it fails, nothing has changed
-    if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
+    below_.Erase(keys);  // first: if it fails, nothing has changed
     if (changes_) {
       for (const int64_t key : below) changes_->Remove(key);
     }
   }
-  NextStamp();
+  pins_.Begin(row_capacity_);
   int64_t erased = 0;
   for (int64_t key : keys) {
     const Slot slot = index_->Find(key);
@@ -241,19 +238,13 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
       changes_->Unmark(entry.row);
       changes_->Remove(key);
     }
-    if (snapshot_ && options_.store) snapshot_->Leave(key);
+    if (snapshot_ && below_.exists()) snapshot_->Leave(key);
     FreeSlot(slot);
-    Stamp(entry.row);
+    pins_.Hold(entry.row);
     ++erased;
   }
   index_->AddSize(-erased);
-  if (erased == 0) return only_below;
-  std::lock_guard lists_guard(lists_mutex_);
-  for (SlotList* list : lists_) {
-    for (Row *row = list->rows(), *end = row + list->size(); row != end; ++row) {
-      if (*row >= 0 && IsStamped(*row)) *row = kMissingRow;
-    }
-  }
+  if (erased > 0) pins_.TakeFromLists(nullptr);
   return erased + only_below;
 }
 
@@ -262,23 +253,14 @@ std::vector<int64_t> Table::OnlyBelow(std::span<const int64_t> keys) const {
   for (int64_t key : keys) {
     if (index_->Find(key) == kNoSlot) absent.push_back(key);
   }
-  std::sort(absent.begin(), absent.end());
-  absent.erase(std::unique(absent.begin(), absent.end()), absent.end());
-  std::vector<uint8_t> below(absent.size());
-  options_.store->Contains(absent, below.data());
-  size_t kept = 0;
-  for (size_t i = 0; i < absent.size(); ++i) {
-    if (below[i]) absent[kept++] = absent[i];
-  }
-  absent.resize(kept);
-  return absent;
+  return below_.Present(std::move(absent));
 }
 
 void Table::Clear() {
   std::unique_lock guard(lock_);
   RequireOpen();
   std::vector<int64_t> replaced = BeforeReplacement();
-  if (options_.store) options_.store->Clear();
+  if (below_.exists()) below_.store().Clear();
   AfterReplacement(std::move(replaced));
 }
 
@@ -309,13 +291,9 @@ void Table::SetOptimizer(const OptimizerOptions& optimizer) {
 void Table::ForgetRows() {
   index_->Clear();
   rows_.Clear();
-  std::fill(dirty_.begin(), dirty_.end(), uint8_t{0});
   ++layout_;
-  ++contents_;
-  std::lock_guard lists_guard(lists_mutex_);
-  for (SlotList* list : lists_) {
-    std::fill_n(list->rows(), list->size(), kMissingRow);
-  }
+  below_.NoteReplaced();
+  pins_.TakeAllFromLists();
 }
 
 void Table::CopyRows(const Row* numbers, int64_t n, float* values, float* states) const {

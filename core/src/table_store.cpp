@@ -1,80 +1,41 @@
 // A table as a write-back cache of the store below it.
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <string>
 #include <vector>
 
-#include "embstore/parallel.h"
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
-#include "fetched_rows.h"
 
 namespace embstore {
-namespace {
-
-// Rows that go down in one Put: enough to fill the queue of a disk, little enough to copy.
-constexpr size_t kRowsPerPut = 16384;
-
-}  // namespace
 
 Store& Table::RequireStore() const {
-  if (!options_.store) throw InvalidState("table '" + options_.name + "' has no store below it");
-  return *options_.store;
+  if (!below_.exists()) throw InvalidState("table '" + options_.name + "' has no store below it");
+  return below_.store();
 }
 
 bool Table::MayExceedBudget() const {
-  return options_.store && options_.score_strategy != ScoreStrategy::kNoEviction;
+  return below_.exists() && options_.score_strategy != ScoreStrategy::kNoEviction;
 }
 
+// Every strategy but kLfu sets the score of a key that comes up, but a snapshot keeps the old one.
 FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing) const {
-  if (!options_.store || missing.empty()) return {};
-  // Every other strategy sets the score of a key that comes up, but a snapshot keeps the old one.
-  const bool with_scores = counts_occurrences() || snapshot_;
-  return FetchedRows(*options_.store, keys, missing, with_scores);
+  return below_.Fetch(keys, missing, wants_scores());
 }
 
 void Table::FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
                     float* scratch) {
-  const FetchedRows::Row fetched = below.Find(key);
-  // A new row is dirty: the store below has none yet.
-  if (tracks_dirty()) dirty_[static_cast<size_t>(row)] = fetched.data == nullptr;
-  if (!fetched.data) {
-    InitRow(row, key, initial, scratch);
-    return;
-  }
-  std::memcpy(rows_.at(row), fetched.data, static_cast<size_t>(stored_row_bytes()));
-  std::atomic_ref<int64_t>(stats_.fetches).fetch_add(1, std::memory_order_relaxed);
+  if (!below_.Install(below.Find(key), row, rows_)) InitRow(row, key, initial, scratch);
 }
 
-void Table::WriteBack(std::span<const Evicted> rows) {
-  if (!options_.store) return;
-  std::vector<const Evicted*> dirty;
-  for (const Evicted& gone : rows) {
-    if (dirty_[static_cast<size_t>(gone.row)]) dirty.push_back(&gone);
-  }
-  if (!rows.empty()) ++layout_;  // an export would meet them twice, or not at all
-  std::vector<int64_t> keys;
-  std::vector<uint64_t> scores;
-  std::vector<const std::byte*> data;
-  for (size_t begin = 0; begin < dirty.size(); begin += kRowsPerPut) {
-    const size_t n = std::min(kRowsPerPut, dirty.size() - begin);
-    keys.resize(n);
-    scores.resize(n);
-    data.resize(n);
-    for (size_t j = 0; j < n; ++j) {
-      const Evicted& gone = *dirty[begin + j];
-      keys[j] = gone.key;
-      scores[j] = gone.score;
-      data[j] = rows_.at(gone.row);
-    }
-    options_.store->PutScattered(keys, data.data(), scores.data());
-    if (prefetches_ > 0) changed_below_.insert(keys.begin(), keys.end());
-    for (size_t j = 0; j < n; ++j) dirty_[static_cast<size_t>(dirty[begin + j]->row)] = 0;
-    stats_.write_backs += static_cast<int64_t>(n);
-  }
+void Table::WriteBack(std::span<const Evicted> evicted) {
+  if (!below_.exists() || evicted.empty()) return;
+  ++layout_;  // an export would meet them twice, or not at all
+  std::vector<IndexEntry> entries;
+  entries.reserve(evicted.size());
+  for (const Evicted& gone : evicted) entries.push_back(gone.entry);
+  below_.WriteBack(entries, rows_);
 }
 
 Row Table::FindRow(int64_t key) const {
@@ -92,7 +53,6 @@ std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Row* row
   return missing;
 }
 
-// Gives those of the missing keys a slot that were fetched.
 void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
                     const FetchedRows& below) {
   std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
@@ -109,7 +69,7 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32
 
 void Table::BringUp(std::span<const int64_t> keys, Row* rows) {
   std::vector<uint32_t> missing = FindMissing(keys, rows);
-  if (!options_.store || missing.empty()) return;
+  if (!below_.exists() || missing.empty()) return;
   const FetchedRows below = Fetch(keys.data(), missing);
   Install(keys, rows, std::move(missing), below);
 }
@@ -122,27 +82,26 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   RequireOpen();
   std::vector<uint32_t> missing = FindMissing(keys, rows);
   if (missing.empty()) return list;
-  ++prefetches_;
-  const uint64_t contents = contents_;
-  const bool with_scores = counts_occurrences() || snapshot_;
+  const LowerTier::ReadAhead read = below_.BeginReadAhead();
+  const bool with_scores = wants_scores();
   guard.unlock();
   FetchedRows below;
   std::exception_ptr failure;
   try {
-    below = FetchedRows(*options_.store, keys.data(), missing, with_scores);
+    below = below_.Fetch(keys.data(), missing, with_scores);
   } catch (...) {
     failure = std::current_exception();
   }
   guard.lock();
   // A snapshot that was taken meanwhile wants to know scores.
-  const bool all_changed = contents != contents_ || (snapshot_ && !below.has_scores());
+  const bool lacks_scores = snapshot_ && !below.has_scores();
   std::vector<uint32_t> current, stale;
   for (uint32_t i : missing) {
     if (index_) rows[i] = FindRow(keys[i]);
     if (rows[i] != kMissingRow) continue;  // the training brought it up itself
-    (all_changed || changed_below_.contains(keys[i]) ? stale : current).push_back(i);
+    (lacks_scores || below_.HasChangedBelow(read, keys[i]) ? stale : current).push_back(i);
   }
-  if (--prefetches_ == 0) changed_below_.clear();
+  below_.EndReadAhead();
   if (failure) std::rethrow_exception(failure);
   RequireOpen();
   Install(keys, rows, std::move(current), below);
@@ -153,51 +112,35 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   return list;
 }
 
-void Table::WriteBackDirty() {
-  std::vector<Evicted> rows;
-  const auto write = [&] {
-    WriteBack(rows);
-    rows.clear();
-  };
-  index_->VisitAll([&](Slot slot, const IndexEntry& entry) {
-    if (!dirty_[static_cast<size_t>(entry.row)]) return;
-    rows.push_back({entry.key, entry.score, slot, entry.row, false});
-    if (rows.size() == kRowsPerPut) write();
-  });
-  write();
-}
-
 void Table::Flush() {
   Store& store = RequireStore();
   std::unique_lock guard(lock_);
   RequireOpen();
-  WriteBackDirty();
+  below_.WriteBackAll(*index_, rows_);
   store.Flush();
 }
 
-void Table::SaveSnapshot(const std::string& name) {
+void Table::SaveCheckpoint(const std::string& name) {
   Store& store = RequireStore();
   std::unique_lock guard(lock_);
   RequireOpen();
-  WriteBackDirty();
-  store.Snapshot(name);
+  below_.WriteBackAll(*index_, rows_);
+  store.SaveCheckpoint(name);
 }
 
-void Table::LoadSnapshot(const std::string& name) {
+void Table::LoadCheckpoint(const std::string& name) {
   Store& store = RequireStore();
   std::unique_lock guard(lock_);
   RequireOpen();
   std::vector<int64_t> replaced = BeforeReplacement();
-  store.LoadSnapshot(name);
+  store.LoadCheckpoint(name);
   AfterReplacement(std::move(replaced));
 }
 
 void Table::PreserveBelow(std::span<const int64_t> keys) {
-  if (!snapshot_ || !options_.store || keys.empty()) return;
-  std::vector<uint32_t> all(keys.size());
-  std::iota(all.begin(), all.end(), 0u);
+  if (!snapshot_ || !below_.exists() || keys.empty()) return;
   try {
-    snapshot_->PreserveBelow(keys.data(), all, Fetch(keys.data(), all));
+    snapshot_->PreserveBelow(keys, below_.Fetch(keys, /*with_scores=*/true));
   } catch (...) {
     snapshot_->FailAll();
   }
@@ -210,9 +153,9 @@ std::vector<int64_t> Table::BeforeReplacement() {
     if (snapshot_) snapshot_->Preserve(entry);
     if (changes_) replaced.push_back(entry.key);
   });
-  if (!options_.store) return replaced;
+  if (!below_.exists()) return replaced;
   if (snapshot_) snapshot_->PreserveStore();
-  if (changes_) AppendKeysBelow(replaced);
+  if (changes_) below_.AppendKeys(replaced);
   return replaced;
 }
 
@@ -220,16 +163,8 @@ void Table::AfterReplacement(std::vector<int64_t> replaced) {
   ForgetRows();
   if (!changes_) return;
   changes_->UnmarkAll();
-  if (options_.store) AppendKeysBelow(replaced);  // what came instead
+  if (below_.exists()) below_.AppendKeys(replaced);  // what came instead
   for (const int64_t key : replaced) changes_->Remove(key);
-}
-
-void Table::AppendKeysBelow(std::vector<int64_t>& keys) const {
-  const auto scanner = options_.store->ScanKeys();
-  std::vector<int64_t> block;
-  for (scanner->Next(kRowsPerPut, block); !block.empty(); scanner->Next(kRowsPerPut, block)) {
-    keys.insert(keys.end(), block.begin(), block.end());
-  }
 }
 
 }  // namespace embstore

@@ -120,15 +120,15 @@ class TieredStore final : public Store {
     lower_->Flush();
   }
 
-  void Snapshot(const std::string& name) override {
+  void SaveCheckpoint(const std::string& name) override {
     std::unique_lock guard(lock_);
     CopyDown();
-    lower_->Snapshot(name);
+    lower_->SaveCheckpoint(name);
   }
 
-  void LoadSnapshot(const std::string& name) override {
+  void LoadCheckpoint(const std::string& name) override {
     std::unique_lock guard(lock_);
-    lower_->LoadSnapshot(name);
+    lower_->LoadCheckpoint(name);
     upper_->Clear();
   }
 

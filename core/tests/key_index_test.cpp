@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "check.h"
+#include "embstore/kernels.h"
 #include "embstore/parallel.h"
+#include "embstore/score_clock.h"
 
 namespace embstore {
 namespace {

@@ -147,23 +147,23 @@ TEST(More memory than the machine has is refused with its purpose) {
 TEST(The pool gives a returned block to the next that asks for its size) {
   void* first = nullptr;
   {
-    PooledBuffer buffer(100000);
+    RecycledBuffer buffer(100000);
     CHECK(buffer.size() >= 100000);
     CHECK(buffer.size() <= 100000 + 100000 / 8);
     CHECK_EQ(reinterpret_cast<uintptr_t>(buffer.data()) % 64, uintptr_t{0});
     std::memset(buffer.data(), 1, buffer.size());
     first = buffer.data();
   }
-  CHECK(IdlePoolBytes() >= 100000);
-  PooledBuffer again(100000 - 1);
+  CHECK(IdleBufferBytes() >= 100000);
+  RecycledBuffer again(100000 - 1);
   CHECK(again.data() == first);
-  PooledBuffer other(100000);
+  RecycledBuffer other(100000);
   CHECK(other.data() != first);
 }
 
 TEST(Every size from the pool can be written to its end) {
   for (size_t bytes = 0; bytes < 5 * kMiB; bytes = bytes * 3 / 2 + 1) {
-    PooledBuffer buffer(bytes);
+    RecycledBuffer buffer(bytes);
     CHECK(buffer.size() >= bytes);
     std::memset(buffer.data(), 0x11, buffer.size());
     if (buffer.size() >= 2 * kMiB) {
@@ -174,17 +174,17 @@ TEST(Every size from the pool can be written to its end) {
 
 TEST(The pool keeps no more idle bytes than it says) {
   {
-    std::vector<PooledBuffer> buffers;
+    std::vector<RecycledBuffer> buffers;
     for (int i = 0; i < 40; ++i) buffers.emplace_back(16 * kMiB);
   }
-  CHECK(IdlePoolBytes() <= kMaxIdlePoolBytes);
+  CHECK(IdleBufferBytes() <= kMaxIdleBufferBytes);
 }
 
 TEST(A block that cannot be had leaves the pool usable) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  CHECK_THROWS(OutOfMemory, "bytes", PooledBuffer(size_t{1} << 55));
+  CHECK_THROWS(OutOfMemory, "bytes", RecycledBuffer(size_t{1} << 55));
 #endif
-  PooledBuffer buffer(1000);
+  RecycledBuffer buffer(1000);
   std::memset(buffer.data(), 0, 1000);
 }
 
@@ -194,7 +194,7 @@ TEST(Threads take and give blocks together) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&clashes, t] {
       for (int i = 0; i < 500; ++i) {
-        PooledBuffer buffer(static_cast<size_t>(64 + 700 * (i % 7)));
+        RecycledBuffer buffer(static_cast<size_t>(64 + 700 * (i % 7)));
         std::memset(buffer.data(), t, buffer.size());
         clashes += buffer.as<uint8_t>()[buffer.size() - 1] != t;
       }
@@ -208,14 +208,14 @@ TEST(Threads take and give blocks together) {
 TEST(A forked child uses the pool while threads of its parent do) {
   std::atomic<bool> stop{false};
   std::thread busy([&] {
-    while (!stop) PooledBuffer buffer(4096);
+    while (!stop) RecycledBuffer buffer(4096);
   });
   int bad = 0;
   for (int i = 0; i < 40; ++i) {
     const pid_t child = fork();
     if (child == 0) {
       alarm(20);  // a child that hangs is ended, and counted
-      for (int j = 0; j < 10; ++j) PooledBuffer buffer(4096);
+      for (int j = 0; j < 10; ++j) RecycledBuffer buffer(4096);
       _exit(0);
     }
     int status = -1;

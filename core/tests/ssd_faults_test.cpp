@@ -153,16 +153,16 @@ std::set<std::string> NamesIn(const std::string& folder) {
   return names;
 }
 
-void CheckSnapshot(const TemporaryDirectory& directory, int64_t row_bytes, const char* name,
-                   const Oracle& oracle) {
+void CheckCheckpoint(const TemporaryDirectory& directory, int64_t row_bytes, const char* name,
+                     const Oracle& oracle) {
   SsdStoreOptions options = Options(directory, row_bytes);
   options.create = false;
   const auto reader = SsdStore::Open(options);
-  reader->LoadSnapshot(name);
+  reader->LoadCheckpoint(name);
   CheckHolds(*reader, oracle);
 }
 
-TEST(A snapshot whose files cannot be read once keeps its rows) {
+TEST(A checkpoint whose files cannot be read once keeps its rows) {
   for (const char* file : {"LIST", "CHECKSUMS", "index-"}) {
     for (const auto& [call, error] : {std::pair("open", EMFILE), std::pair("pread", EIO)}) {
       const Fault fault{call, std::string("/kept/") + file, error};
@@ -171,60 +171,60 @@ TEST(A snapshot whose files cannot be read once keeps its rows) {
       {
         const auto store = SsdStore::Open(Options(directory, 1000));
         PutAll(*store, Range(0, 1500), 1, kept);
-        store->Snapshot("kept");
+        store->SaveCheckpoint("kept");
       }
       Fail(fault);
       CHECK_THROWS(std::system_error, "/kept/", SsdStore::Open(Options(directory, 1000)));
       CHECK(AllHappened());
       const auto store = SsdStore::Open(Options(directory, 1000));
       PutAll(*store, Range(0, 3000), 2, later);
-      store->Snapshot("later");
-      CheckSnapshot(directory, 1000, "kept", kept);
+      store->SaveCheckpoint("later");
+      CheckCheckpoint(directory, 1000, "kept", kept);
       // Not to be read now changes nothing either.
       Fail(fault);
-      CHECK_THROWS(std::system_error, "/kept/", store->LoadSnapshot("kept"));
+      CHECK_THROWS(std::system_error, "/kept/", store->LoadCheckpoint("kept"));
       CHECK(AllHappened());
       CheckHolds(*store, later);
-      store->LoadSnapshot("kept");
+      store->LoadCheckpoint("kept");
       CheckHolds(*store, kept);
     }
   }
 }
 
-TEST(A snapshot that is damaged when the store is opened keeps every row) {
+TEST(A checkpoint that is damaged when the store is opened keeps every row) {
   const TemporaryDirectory directory;
   Oracle kept, later;
   {
     const auto store = SsdStore::Open(Options(directory, 1000));
     PutAll(*store, Range(0, 2500), 1, kept);
-    store->Snapshot("kept");
+    store->SaveCheckpoint("kept");
   }
   const std::string list = directory.path + "/snapshots/kept/LIST";
   std::filesystem::rename(list, directory.path + "/aside");
   const auto store = SsdStore::Open(Options(directory, 1000));
-  CHECK_THROWS(InvalidState, "LIST is missing", store->LoadSnapshot("kept"));
+  CHECK_THROWS(InvalidState, "LIST is missing", store->LoadCheckpoint("kept"));
   PutAll(*store, Range(0, 5000), 2, later);
-  store->Snapshot("later");
+  store->SaveCheckpoint("later");
   std::filesystem::rename(directory.path + "/aside", list);
-  store->LoadSnapshot("kept");
+  store->LoadCheckpoint("kept");
   CheckHolds(*store, kept);
-  store->LoadSnapshot("later");
-  store->DeleteSnapshot("kept");
+  store->LoadCheckpoint("later");
+  store->DeleteCheckpoint("kept");
   CheckHolds(*store, later);
 }
 
-TEST(A snapshot that is put into an open store is not loaded) {
+TEST(A checkpoint that is put into an open store is not loaded) {
   const TemporaryDirectory directory;
   Oracle oracle;
   const auto store = SsdStore::Open(Options(directory, 1000));
   PutAll(*store, Range(0, 100), 1, oracle);
-  store->Snapshot("a");
+  store->SaveCheckpoint("a");
   std::filesystem::copy(directory.path + "/snapshots/a", directory.path + "/snapshots/b");
-  CHECK_THROWS(InvalidState, "open the store again", store->LoadSnapshot("b"));
+  CHECK_THROWS(InvalidState, "open the store again", store->LoadCheckpoint("b"));
   CheckHolds(*store, oracle);
 }
 
-TEST(A snapshot that fails leaves the old one and no draft and can be repeated) {
+TEST(A checkpoint that fails leaves the old one and no draft and can be repeated) {
   const std::vector<Fault> faults = {
       {"pwrite", "/index-", ENOSPC}, {"fsync", "/index-", EIO},    {"open", "/LIST", EMFILE},
       {"fsync", "/CHECKSUMS", EIO},  {"fsync", "/values$", EIO},   {"fdatasync", "/keys/", EIO},
@@ -235,35 +235,35 @@ TEST(A snapshot that fails leaves the old one and no draft and can be repeated) 
     Oracle oracle;
     const auto store = SsdStore::Open(Options(directory, 97));
     PutAll(*store, Range(0, 1023), 1, oracle);
-    store->Snapshot("latest");
+    store->SaveCheckpoint("latest");
     const Oracle before = oracle;
     PutAll(*store, Range(500, 2000), 2, oracle);
     Fail(fault);
-    CHECK_THROWS(std::system_error, "", store->Snapshot("latest"));
+    CHECK_THROWS(std::system_error, "", store->SaveCheckpoint("latest"));
     CHECK(AllHappened());
     CHECK(NamesIn(directory.path + "/snapshots") == std::set<std::string>{"latest"});
-    CheckSnapshot(directory, 97, "latest", before);
+    CheckCheckpoint(directory, 97, "latest", before);
     CheckHolds(*store, oracle);
-    store->Snapshot("latest");
-    CheckSnapshot(directory, 97, "latest", oracle);
+    store->SaveCheckpoint("latest");
+    CheckCheckpoint(directory, 97, "latest", oracle);
     CHECK(NamesIn(directory.path + "/snapshots") == std::set<std::string>{"latest"});
   }
 }
 
-TEST(A snapshot is published only in a directory that is durable itself) {
+TEST(A checkpoint is published only in a directory that is durable itself) {
   const TemporaryDirectory directory;
   const auto store = SsdStore::Open(Options(directory, 97));
   Oracle oracle;
   PutAll(*store, Range(0, 7), 1, oracle);
   Fail({"fsync", directory.path + "$", EIO});
-  CHECK_THROWS(std::system_error, "fsync of " + directory.path, store->Snapshot("s"));
+  CHECK_THROWS(std::system_error, "fsync of " + directory.path, store->SaveCheckpoint("s"));
   CHECK(AllHappened());
-  CHECK(store->Snapshots().empty());
-  store->Snapshot("s");
-  CheckSnapshot(directory, 97, "s", oracle);
+  CHECK(store->Checkpoints().empty());
+  store->SaveCheckpoint("s");
+  CheckCheckpoint(directory, 97, "s", oracle);
 }
 
-TEST(An error after a snapshot was published says so and a retry works) {
+TEST(An error after a checkpoint was published says so and a retry works) {
   const TemporaryDirectory directory;
   Oracle oracle;
   const auto store = SsdStore::Open(Options(directory, 97));
@@ -271,21 +271,21 @@ TEST(An error after a snapshot was published says so and a retry works) {
     PutAll(*store, Range(0, 1023), version, oracle);
     Fail({"fsync", "/snapshots$", EIO});
     CHECK_THROWS(std::system_error, "'latest' of ssd store " + directory.path + " is published",
-                 store->Snapshot("latest"));
+                 store->SaveCheckpoint("latest"));
     CHECK(AllHappened());
-    CHECK_EQ(store->Snapshots().size(), size_t{1});
-    CheckSnapshot(directory, 97, "latest", oracle);
+    CHECK_EQ(store->Checkpoints().size(), size_t{1});
+    CheckCheckpoint(directory, 97, "latest", oracle);
   }
-  store->Snapshot("latest");
+  store->SaveCheckpoint("latest");
   CHECK(NamesIn(directory.path + "/snapshots") == std::set<std::string>{"latest"});
   Churn(*store, oracle, 10, 20, 3000, 1500);
-  store->Snapshot("other");
+  store->SaveCheckpoint("other");
   Fail({"fsync", "/snapshots$", EIO});
   CHECK_THROWS(std::system_error, "'latest' of ssd store " + directory.path + " is deleted",
-               store->DeleteSnapshot("latest"));
+               store->DeleteCheckpoint("latest"));
   CHECK(AllHappened());
-  CHECK(store->Snapshots() == std::vector<std::string>{"other"});
-  store->DeleteSnapshot("other");
+  CHECK(store->Checkpoints() == std::vector<std::string>{"other"});
+  store->DeleteCheckpoint("other");
   CHECK(NamesIn(directory.path + "/snapshots").empty());
   CheckHolds(*store, oracle);
 }
@@ -297,16 +297,16 @@ TEST(After a failed fdatasync rows are written again) {
       Oracle oracle;
       const auto store = SsdStore::Open(Options(directory, 1000, direct));
       PutAll(*store, Range(0, 100), 1, oracle);
-      store->Snapshot("first");
+      store->SaveCheckpoint("first");
       const Oracle first = oracle;
       PutAll(*store, Range(50, 300), 2, oracle);  // all of it in the open segment
       Fail({"fdatasync", file, EIO, 1, /*forgets=*/true});
-      CHECK_THROWS(std::system_error, "fdatasync", store->Snapshot("second"));
+      CHECK_THROWS(std::system_error, "fdatasync", store->SaveCheckpoint("second"));
       CHECK(AllHappened());
-      CheckSnapshot(directory, 1000, "first", first);
-      store->Snapshot("second");
-      CheckSnapshot(directory, 1000, "second", oracle);
-      CheckSnapshot(directory, 1000, "first", first);
+      CheckCheckpoint(directory, 1000, "first", first);
+      store->SaveCheckpoint("second");
+      CheckCheckpoint(directory, 1000, "second", oracle);
+      CheckCheckpoint(directory, 1000, "first", first);
     }
   }
 }
@@ -318,18 +318,18 @@ TEST(After a failed fdatasync full segments are written again or their loss is r
     const auto store = SsdStore::Open(Options(directory, 1000, /*direct=*/false));
     PutAll(*store, Range(0, 5000), 1, oracle);  // five segments of 1024 rows
     Fail({"fdatasync", "/values/", EIO, 1, forgets});
-    CHECK_THROWS(std::system_error, "fdatasync", store->Snapshot("s"));
+    CHECK_THROWS(std::system_error, "fdatasync", store->SaveCheckpoint("s"));
     CHECK(AllHappened());
     const int64_t before = store->stats().bytes_written;
     if (forgets) {
       for (int i = 0; i < 2; ++i) {
-        CHECK_THROWS(InvalidState, "does not match its checksum", store->Snapshot("s"));
+        CHECK_THROWS(InvalidState, "does not match its checksum", store->SaveCheckpoint("s"));
       }
       PutAll(*store, Range(0, 5000), 2, oracle);  // new versions of all rows heal it
     }
-    store->Snapshot("s");
+    store->SaveCheckpoint("s");
     CHECK(store->stats().bytes_written - before > 4096 * 1000);
-    CheckSnapshot(directory, 1000, "s", oracle);
+    CheckCheckpoint(directory, 1000, "s", oracle);
   }
 }
 

@@ -62,34 +62,35 @@ TEST(Compaction takes space back and loses no row) {
   CheckHolds(*store, oracle);
 }
 
-TEST(Snapshots survive what follows and a store that is opened again is empty until it loads one) {
+TEST(
+    Checkpoints survive what follows and a store that is opened again is empty until it loads one) {
   const TemporaryDirectory directory;
   Oracle first, second, latest;
   {
     const auto store = SsdStore::Open(Options(directory, 1000));
     Churn(*store, latest, 1, 10, 4000, 1500);
-    store->Snapshot("first");
+    store->SaveCheckpoint("first");
     first = latest;
     Churn(*store, latest, 11, 10, 4000, 1500);
-    store->Snapshot("second");
+    store->SaveCheckpoint("second");
     second = latest;
     Churn(*store, latest, 21, 30, 4000, 1500);
     CheckHolds(*store, latest);
-    // No Close: what was not in a snapshot is gone, as after a crash.
+    // No Close: what was not in a checkpoint is gone, as after a crash.
   }
   const auto store = SsdStore::Open(Options(directory, 1000));
   CheckHolds(*store, {});
-  store->LoadSnapshot("first");
+  store->LoadCheckpoint("first");
   CheckHolds(*store, first);
-  store->LoadSnapshot("second");
+  store->LoadCheckpoint("second");
   CheckHolds(*store, second);
-  CHECK_THROWS(std::system_error, "no snapshot 'third'", store->LoadSnapshot("third"));
+  CHECK_THROWS(std::system_error, "no snapshot 'third'", store->LoadCheckpoint("third"));
   CheckHolds(*store, second);
   const int64_t before = store->stats().file_bytes;
-  store->DeleteSnapshot("first");
+  store->DeleteCheckpoint("first");
   CHECK(store->stats().file_bytes < before);
   CheckHolds(*store, second);
-  CHECK_EQ(store->Snapshots().size(), size_t{1});
+  CHECK_EQ(store->Checkpoints().size(), size_t{1});
 }
 
 TEST(A damaged block is reported with its rows and the others can be read) {
@@ -158,8 +159,8 @@ TEST(A capacity is kept and keys of 4 bytes have to fit) {
   CHECK_THROWS(InvalidArgument, "int32",
                PutAll(*store, std::vector<int64_t>{int64_t{1} << 31}, 2, refused));
   CheckHolds(*store, oracle);
-  store->Snapshot("full");
-  store->LoadSnapshot("full");
+  store->SaveCheckpoint("full");
+  store->LoadCheckpoint("full");
   CheckHolds(*store, oracle);
 }
 
@@ -188,7 +189,7 @@ TEST(Keys that are crafted against the public hash cost no more than others) {
   CheckHolds(*store, oracle);
 }
 
-TEST(Many threads read while one writes and snapshots) {
+TEST(Many threads read while one writes and checkpoints) {
   for (bool direct : {true, false}) {
     const TemporaryDirectory directory;
     const auto store = SsdStore::Open(Options(directory, 512, direct));
@@ -215,7 +216,7 @@ TEST(Many threads read while one writes and snapshots) {
     }
     for (uint64_t round = 0; round < 4; ++round) {
       Churn(*store, oracle, 10 + round * 10, 8, 6000, 3000);
-      store->Snapshot("s");
+      store->SaveCheckpoint("s");
     }
     stop = true;
     for (std::thread& reader : readers) reader.join();

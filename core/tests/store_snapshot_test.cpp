@@ -183,15 +183,15 @@ TEST(Clearing and loading leave a snapshot as it is) {
   const TemporaryDirectory directory;
   const auto table = Table::Create(CacheOver(Ssd(directory.path)));
   Fill(*table, 700);
-  table->SaveSnapshot("one");
+  table->SaveCheckpoint("one");
   const AllOfThem one = Everything(table);
   Fill(*table, 300);
   table->Erase(Range(500, 550));
   const AllOfThem before = Everything(table);
   Snapshot first(table);
-  CHECK_THROWS(std::exception, "two", table->LoadSnapshot("two"));
+  CHECK_THROWS(std::exception, "two", table->LoadCheckpoint("two"));
   CHECK(Everything(table) == before);
-  table->LoadSnapshot("one");
+  table->LoadCheckpoint("one");
   CHECK(Everything(table) == one);
   Snapshot second(table);
   table->Clear();
@@ -326,7 +326,7 @@ TEST(Changes over a store are rows above and below and keys that are in neither)
   const TemporaryDirectory directory;
   const auto table = Table::Create(CacheOver(Ssd(directory.path)));
   Fill(*table, 1000);
-  table->SaveSnapshot("one");
+  table->SaveCheckpoint("one");
   AllOfThem replica = Everything(table);
   table->TrackChanges(true);
   const auto follow = [&] {
@@ -349,9 +349,9 @@ TEST(Changes over a store are rows above and below and keys that are in neither)
   CHECK_EQ(follow().removed.size(), size_t{300});
   table->Erase(Range(0, 300));
   CHECK(follow().removed.empty());  // they were not there
-  table->LoadSnapshot("one");
+  table->LoadCheckpoint("one");
   follow();
-  CHECK_THROWS(std::exception, "two", table->LoadSnapshot("two"));
+  CHECK_THROWS(std::exception, "two", table->LoadCheckpoint("two"));
   follow();
   Set(*table, Range(2000, 2050), 1.0f, true);
   const Table::Changes lost = table->TakeChanges(true);

@@ -76,7 +76,7 @@ TEST(The rows that came first leave the upper tier first) {
   }
 }
 
-TEST(Three tiers end on disk and come back with a snapshot) {
+TEST(Three tiers end on disk and come back with a checkpoint) {
   const TemporaryDirectory directory;
   Oracle oracle, later;
   {
@@ -84,15 +84,15 @@ TEST(Three tiers end on disk and come back with a snapshot) {
     const auto below = MakeTieredStore(MakeMemoryStore(40, 0), ssd, 200);
     const auto tiers = MakeTieredStore(MakeMemoryStore(40, 0), below, 100);
     Churn(*tiers, oracle, 1, 50, 2000, 60);
-    tiers->Snapshot("one");
+    tiers->SaveCheckpoint("one");
     later = oracle;
     Churn(*tiers, later, 100, 20, 2000, 60);
     CheckHolds(*tiers, later);
-    tiers->LoadSnapshot("one");
+    tiers->LoadCheckpoint("one");
     CheckHolds(*tiers, oracle);
   }
   const auto ssd = SsdStore::Open({.path = directory.path, .row_bytes = 40});
-  ssd->LoadSnapshot("one");
+  ssd->LoadCheckpoint("one");
   CheckHolds(*ssd, oracle);
 }
 
@@ -119,7 +119,7 @@ TEST(Wrong tiers are refused and a store serves one) {
   MakeTieredStore(MakeMemoryStore(8, 0), store, 1);  // given free again
   CHECK_THROWS(InvalidArgument, "row_bytes", MakeMemoryStore(0, 0));
   CHECK_THROWS(InvalidArgument, "capacity_rows", MakeMemoryStore(8, -1));
-  CHECK_THROWS(InvalidState, "keeps no snapshots", store->Snapshot("s"));
+  CHECK_THROWS(InvalidState, "keeps no snapshots", store->SaveCheckpoint("s"));
 }
 
 }  // namespace

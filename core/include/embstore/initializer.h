@@ -42,6 +42,8 @@ class Initializer {
 
   // Writes the initial vector of `key`: columns [0, out.size()) as float32.
   void Fill(int64_t key, std::span<float> out) const;
+  // The same, rounded to the element type of the row that would hold it.
+  void FillRounded(int64_t key, DType dtype, std::span<float> out) const;
 
  private:
   InitializerOptions options_;

@@ -5,16 +5,17 @@
 // multiplication is fused with an addition, so every build gives the same bits.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "embstore/hash.h"
 #include "embstore/optimizer.h"
 #include "embstore/types.h"
 
 namespace embstore {
+
+struct IndexView;                  // index_view.h
+enum class ScoreUpdate : uint8_t;  // score_clock.h
 
 // Rows in memory: row s is at base + s * stride_bytes; state (float32) begins at
 // state_offset_bytes.
@@ -45,71 +46,7 @@ struct Occurrence {
   uint32_t index;
 };
 
-// A cache line of the index: slots 3 g, 3 g + 1 and 3 g + 2. See key_index.h.
-struct alignas(64) IndexGroup {
-  static constexpr int64_t kSlots = 3;
-  static constexpr uint32_t kBlocks = 24, kElsewhere = 1u << kBlocks;
-  int64_t keys[kSlots];     // 0 where the slot is free
-  uint64_t scores[kSlots];  // 0: the slot is free
-  Row rows[kSlots];
-  // Of the keys that are looked for here first and are not here: bit i is set when one lies in
-  // block i of the bucket, the upper byte counts those outside of the bucket (255: or more).
-  uint32_t away;
-};
-static_assert(sizeof(IndexGroup) == 64);
-
-// Stripes of the index that are alike: there are 2^stripe_bits of them, chosen by the first bits of
-// the hash.
-struct IndexLayout {
-  uint64_t buckets = 1;  // of all stripes
-  uint32_t stripe_buckets = 1, stripe_bits = 0;
-};
-
-// A key that found no place in its stripe.
-struct OverflowEntry {
-  int64_t key;
-  uint64_t score;  // 0: free
-  Row row;
-};
-
-// Slots from here on are numbers of overflow entries.
-inline constexpr Slot kFirstOverflowSlot = 0x7f000000;
-
-// The tables of KeyIndex as the probe needs them (see key_index.h).
-struct IndexView {
-  IndexGroup* groups = nullptr;
-  HashSecret secret;
-  uint64_t grown_from = 0;  // the first hash of the stripes that have grown
-  IndexLayout before, grown;
-  uint32_t bucket_groups = 1, block_bits = 0;  // of a bucket, and of a block of 2^block_bits groups
-  OverflowEntry* overflow = nullptr;           // a power of two of places, or none
-  uint64_t overflow_mask = 0;
-  HashSecret overflow_secret;
-
-  uint64_t& score(Slot slot) const {
-    if (slot >= kFirstOverflowSlot) return overflow[slot - kFirstOverflowSlot].score;
-    return groups[slot / IndexGroup::kSlots].scores[slot % IndexGroup::kSlots];
-  }
-};
-
 inline constexpr int64_t kLine = 64;  // bytes of a cache line
-
-// What a hit does to the score of its key.
-enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2 };
-
-// Threads may renew the same score together.
-inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score) {
-  std::atomic_ref<uint64_t> stored(of_key);
-  // Frequent keys are read by many and need the write once.
-  if (update == ScoreUpdate::kSet && stored.load(std::memory_order_relaxed) != score) {
-    stored.store(score, std::memory_order_relaxed);
-  }
-  if (update != ScoreUpdate::kCount) return;
-  // The largest count stays: one more would be 0, which says that the slot is free.
-  if (stored.fetch_add(1, std::memory_order_relaxed) == UINT64_MAX) [[unlikely]] {
-    stored.store(UINT64_MAX, std::memory_order_relaxed);
-  }
-}
 
 struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"

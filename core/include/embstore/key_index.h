@@ -40,7 +40,7 @@
 #include <vector>
 
 #include "embstore/hash.h"
-#include "embstore/kernels.h"
+#include "embstore/index_view.h"
 #include "embstore/memory.h"
 #include "embstore/types.h"
 
@@ -75,6 +75,7 @@ class KeyIndex {
   int64_t overflow_size() const { return overflow_used_; }
 
   IndexView view() const;
+  const HashSecret& secret() const { return secret_; }
   uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
   // Keys of different stripes may be inserted by different threads.
   int64_t StripeOf(uint64_t hash) const;

@@ -40,14 +40,15 @@ class HugeBuffer {
 // process is killed instead of raising.
 void RequireAvailableMemory(size_t bytes, const std::string& purpose);
 
-// A block of memory of the pool; given back by its destructor. Contents are undefined.
-class PooledBuffer {
+// A block of memory that its destructor hands to the next buffer of about the same size. Contents
+// are undefined.
+class RecycledBuffer {
  public:
-  PooledBuffer() = default;
-  explicit PooledBuffer(size_t bytes);
-  ~PooledBuffer();
-  PooledBuffer(PooledBuffer&& other) noexcept;
-  PooledBuffer& operator=(PooledBuffer&& other) noexcept;
+  RecycledBuffer() = default;
+  explicit RecycledBuffer(size_t bytes);
+  ~RecycledBuffer();
+  RecycledBuffer(RecycledBuffer&& other) noexcept;
+  RecycledBuffer& operator=(RecycledBuffer&& other) noexcept;
 
   template <typename T>
   T* as() const {
@@ -61,9 +62,9 @@ class PooledBuffer {
   size_t size_ = 0;
 };
 
-// Idle bytes that the pool keeps. Fresh pages cost more than the lookup that fills them, so the
-// outputs of one step are used again in the next.
-inline constexpr size_t kMaxIdlePoolBytes = size_t{256} << 20;
-size_t IdlePoolBytes();
+// Idle bytes that are kept for the next buffers. Fresh pages cost more than the lookup that fills
+// them, so the outputs of one step are used again in the next.
+inline constexpr size_t kMaxIdleBufferBytes = size_t{256} << 20;
+size_t IdleBufferBytes();
 
 }  // namespace embstore

@@ -1,7 +1,7 @@
 // Worker threads of the engine.
 //
-// One pool a process. A call that finds the pool busy (or that comes from a worker) runs its tasks
-// on its own thread, so nothing ever waits for the pool. After fork() the child starts a new pool.
+// One set a process. A call that finds the workers busy (or that comes from a worker) runs its
+// tasks on its own thread, so nothing ever waits for them. After fork() the child starts its own.
 #pragma once
 
 #include <cstdint>

@@ -32,6 +32,7 @@
 #include <span>
 #include <vector>
 
+#include "embstore/distinct_keys.h"
 #include "embstore/key_index.h"
 #include "embstore/types.h"
 
@@ -63,7 +64,9 @@ class SlotMap {
   // Admit. Returns how many different keys are missing. `out` stays in use until Admit or the next
   // Find. Throws InvalidArgument when `time` is below that of an earlier call.
   int64_t Find(std::span<const int64_t> keys, int64_t time, int64_t* out);
-  std::span<const int64_t> missing() const { return missing_; }
+  std::span<const int64_t> missing() const {
+    return std::span(missing_.keys()).subspan(admitted_keys_);
+  }
 
   // Chooses at least `count` unpinned keys, and a margin of about an eighth of the stretches it
   // looked at, so that not every batch has to choose. Fewer when there are no more.
@@ -87,8 +90,6 @@ class SlotMap {
   void Advance(int64_t time);
   void Free(Slot at);
   int64_t TakeLowestFree();
-  void NoteMissing(int64_t key, uint32_t position);
-  void ResizeScratch(size_t occurrences);
   void VictimsOfStretch(Slot begin, Slot end, double share, uint64_t pinned_record_time);
   template <typename Visit>
   void VisitUsed(const Visit& visit) const;
@@ -107,9 +108,9 @@ class SlotMap {
     uint32_t position, missing;
   };
   int64_t* out_ = nullptr;
-  std::vector<int64_t> missing_;
+  DistinctKeys missing_;
+  size_t admitted_keys_ = 0;  // the first of missing_, which have slots by now
   std::vector<Occurrence> missing_at_;
-  std::vector<uint32_t> scratch_;  // hash set over missing_: number + 1
   std::vector<KeySlot> admitted_;
 
   // Of the last Victims.

@@ -78,6 +78,7 @@ class Snapshot {
   // that are below, with scores.
   void PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
                      const FetchedRows& below);
+  void PreserveBelow(std::span<const int64_t> keys, const FetchedRows& below);  // all of them
   void PreserveStore();  // everything below is about to go
   void Leave(int64_t key);
   void FailAll();  // with the current exception
@@ -99,6 +100,7 @@ class Snapshot {
   void Fail();
   void List();
   void RethrowFailure();
+  [[noreturn]] void ThrowLost(int64_t key) const;
   bool Walk(Output& out, int64_t room);
   bool ReadBelow(Output& out, int64_t room);
   void Emit(int64_t key, uint64_t score, const std::byte* row, Output& out) const;

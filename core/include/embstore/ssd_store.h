@@ -11,9 +11,9 @@
 // again; when more than half of all places are garbage, Put empties the emptiest segments into the
 // open one, a few for each that it fills.
 //
-// Only snapshots survive the process: a directory that is opened is empty until LoadSnapshot. A
-// snapshot is a list of row numbers; the segments it names are neither reused nor emptied while it
-// exists, or while some process reads it.
+// Only checkpoints survive the process: a directory that is opened is empty until LoadCheckpoint. A
+// checkpoint is a list of row numbers; the segments it names are neither reused nor emptied while
+// it exists, or while some process reads it.
 //
 // Every row and score has a CRC-32 that is checked whenever it is read.
 #pragma once
@@ -34,12 +34,12 @@ struct SsdStoreOptions {
   int64_t physical_block_bytes = 4096;  // or 512
   int64_t capacity_rows = 0;            // 0: no bound
   bool direct = true;                   // past the page cache, where the filesystem can
-  // false: only read snapshots of a store that is there. Any number of processes may do that, also
-  // beside the one that writes.
+  // false: only read checkpoints of a store that is there. Any number of processes may do that,
+  // also beside the one that writes.
   bool create = true;
-  // Not empty: Flush publishes the rows as the snapshot of this name, for whoever opens the
+  // Not empty: Flush publishes the rows as the checkpoint of this name, for whoever opens the
   // directory next. Empty: Flush only writes them, so that an error shows.
-  std::string flush_snapshot = {};
+  std::string flush_checkpoint = {};
 };
 
 struct SsdStoreStats {
@@ -48,7 +48,7 @@ struct SsdStoreStats {
   int64_t file_bytes = 0;  // of segments that are in use
   int64_t bytes_put = 0;   // rows that callers gave
   int64_t bytes_written =
-      0;                   // all that went to files: rows, keys, checksums, moved rows, snapshots
+      0;                   // all that went to files: rows, keys, checksums, moved rows, checkpoints
   int64_t moved_rows = 0;  // by compaction
   bool direct = false;
 };
@@ -60,9 +60,9 @@ class SsdStore : public Store {
   static std::shared_ptr<SsdStore> Open(const SsdStoreOptions& options);
 
   virtual SsdStoreStats stats() const = 0;
-  virtual std::vector<std::string> Snapshots() const = 0;
-  virtual void DeleteSnapshot(const std::string& name) = 0;
-  // Waits for calls that read, then releases the directory lock. Rows that no snapshot names are
+  virtual std::vector<std::string> Checkpoints() const = 0;
+  virtual void DeleteCheckpoint(const std::string& name) = 0;
+  // Waits for calls that read, then releases the directory lock. Rows that no checkpoint names are
   // gone; every later call throws InvalidState.
   virtual void Close() = 0;
 

@@ -6,7 +6,7 @@
 //
 // Thread safety: every method may be called from any thread, and locks for itself. A method may
 // take the GIL (a store written in Python does), so it must never be called by a thread that holds
-// a lock that somebody waits for while holding the GIL: Table::lists_mutex_ is such a lock, the
+// a lock that somebody waits for while holding the GIL: that of PinnedRows is such a lock, the
 // table's own lock is not, since every call of the binding gives the GIL up first.
 //
 // Failures are exceptions. What a store must promise for "nothing is lost":
@@ -14,7 +14,7 @@
 //  2. A Put that throws may have stored some of its rows, but loses none that was there before.
 //  3. What Put took is found by Get from then on, in this process, until it is erased.
 //  4. After Flush it is found by whoever opens the store next, where the store outlives a process
-//     at all; after Snapshot(name) by LoadSnapshot(name).
+//     at all; after SaveCheckpoint(name) by LoadCheckpoint(name).
 #pragma once
 
 #include <atomic>
@@ -86,10 +86,12 @@ class Store {
   // In an order in which Get is fast. The default is Scan without its rows.
   virtual std::unique_ptr<KeyScanner> ScanKeys() const;
 
-  // Names are one path component. The defaults throw InvalidState: this store keeps none.
-  virtual void Snapshot(const std::string& name);
+  // Named copies of the contents; in Python and in files they are called snapshots, as in
+  // OneEmbedding. Names are one path component. The defaults throw InvalidState: this store keeps
+  // none.
+  virtual void SaveCheckpoint(const std::string& name);
   // Replaces the contents, or throws and leaves them as they were.
-  virtual void LoadSnapshot(const std::string& name);
+  virtual void LoadCheckpoint(const std::string& name);
 
   // A store serves one table (or one tier above it): two would hide each other's rows.
   void Attach();  // throws InvalidState when it is attached already
@@ -98,6 +100,8 @@ class Store {
  protected:
   // Throws InvalidArgument unless row_bytes is positive.
   explicit Store(int64_t row_bytes);
+  // Throws InvalidState unless `size` rows and one for each different key of `fresh` fit.
+  void RequireCapacity(int64_t capacity_rows, int64_t size, std::vector<int64_t> fresh) const;
 
  private:
   int64_t row_bytes_;
@@ -112,8 +116,8 @@ std::shared_ptr<Store> MakeMemoryStore(int64_t row_bytes, int64_t capacity_rows)
 std::shared_ptr<Store> MakeNullStore(int64_t row_bytes);
 
 // Two tiers as one store: rows are put into `upper`, and moved on to `lower` when there are more
-// than about `upper_rows` of them. Flush and snapshots reach the lower. Throws InvalidArgument when
-// the sizes of their rows differ.
+// than about `upper_rows` of them. Flush and checkpoints reach the lower. Throws InvalidArgument
+// when the sizes of their rows differ.
 std::shared_ptr<Store> MakeTieredStore(std::shared_ptr<Store> upper, std::shared_ptr<Store> lower,
                                        int64_t upper_rows);
 

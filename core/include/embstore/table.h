@@ -28,11 +28,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "embstore/admission.h"
@@ -40,10 +38,13 @@
 #include "embstore/initializer.h"
 #include "embstore/kernels.h"
 #include "embstore/key_index.h"
-#include "embstore/memory.h"
+#include "embstore/lower_tier.h"
 #include "embstore/optimizer.h"
+#include "embstore/pinned_rows.h"
 #include "embstore/row_heap.h"
 #include "embstore/rw_lock.h"
+#include "embstore/score_clock.h"
+#include "embstore/slot_list.h"
 #include "embstore/store.h"
 #include "embstore/types.h"
 
@@ -94,31 +95,7 @@ struct RowBlock {
 // Throws InvalidArgument when there are 2^31 keys or more.
 void RequireBatchSize(size_t keys);
 
-class FetchedRows;
 class Snapshot;
-class Table;
-
-// The keys of a batch and their rows, kept for its backward pass. While it lives its rows are
-// pinned.
-class SlotList {
- public:
-  SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys);
-  ~SlotList();
-  SlotList(const SlotList&) = delete;
-  SlotList& operator=(const SlotList&) = delete;
-
-  Table& table() const { return *table_; }
-  const int64_t* keys() const { return buffer_.as<int64_t>(); }
-  Row* rows() const {
-    return reinterpret_cast<Row*>(buffer_.as<int64_t>() + n_);
-  }  // or kMissingRow
-  int64_t size() const { return n_; }
-
- private:
-  std::shared_ptr<Table> table_;
-  PooledBuffer buffer_;
-  int64_t n_;
-};
 
 class Table : public std::enable_shared_from_this<Table> {
  public:
@@ -209,11 +186,11 @@ class Table : public std::enable_shared_from_this<Table> {
   std::unique_ptr<SlotList> Prefetch(std::span<const int64_t> keys);
   // Writes every dirty row down and flushes the store.
   void Flush();
-  // Flush, then a snapshot of the store; no training step comes between.
-  void SaveSnapshot(const std::string& name);
-  // Replaces the contents of table and store. Throws and leaves both as they were when the snapshot
-  // cannot be read.
-  void LoadSnapshot(const std::string& name);
+  // Flush, then a checkpoint of the store; no training step comes between.
+  void SaveCheckpoint(const std::string& name);
+  // Replaces the contents of table and store. Throws and leaves both as they were when the
+  // checkpoint cannot be read.
+  void LoadCheckpoint(const std::string& name);
 
   // Writes dirty rows down, then frees the memory; afterwards every method but stats() throws
   // InvalidState. Where the store fails nothing is freed.
@@ -225,18 +202,13 @@ class Table : public std::enable_shared_from_this<Table> {
   RowsView rows() const;
   IndexView index() const { return index_->view(); }
   int64_t row_limit() const { return rows_.used(); }  // rows are below it
-  // The score for a training batch, and what a hit does with it. Advances the step.
-  struct BatchScore {
-    ScoreUpdate update;
-    uint64_t score;
-  };
-  BatchScore NextBatchScore();
+  BatchScore NextBatchScore() { return clock_.Next(); }
   // Finds the keys on several threads and renews the scores of those that are there, having
   // announced them to whoever watches.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
   // The same on this thread alone.
   void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
-  void RequireScore() const;  // throws InvalidState when kCustomized has none
+  void RequireScore() const { clock_.RequireScore(); }
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
   // returned.
@@ -252,13 +224,9 @@ class Table : public std::enable_shared_from_this<Table> {
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
   // Finds the keys and brings up what is only below. `rows` as above.
   void BringUp(std::span<const int64_t> keys, Row* rows);
-  Row FindRow(int64_t key) const;  // or kMissingRow
-  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Row* rows);
-  void Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
-               const FetchedRows& below);
   // To be called for rows that were changed; threads may mark different rows together.
-  bool tracks_dirty() const { return options_.store != nullptr; }
-  void MarkDirty(Row row) { dirty_[static_cast<size_t>(row)] = 1; }
+  bool tracks_dirty() const { return below_.exists(); }
+  void MarkDirty(Row row) { below_.MarkDirty(row); }
   // Someone wants to know of changes before they happen: a snapshot, or a set of changes.
   bool watched() const { return snapshot_ || changes_; }
   // REQUIRES watched(). Rows that have been announced may change until the lock is released.
@@ -273,10 +241,8 @@ class Table : public std::enable_shared_from_this<Table> {
   friend class SlotList;
   friend class ForkGuard;
   struct Evicted {
-    int64_t key = 0;
-    uint64_t score = 0;
+    IndexEntry entry{0, 0, kMissingRow};
     Slot slot = kNoSlot;
-    Row row = kMissingRow;
     bool pinned = false;  // by another batch
   };
   struct Newcomers;
@@ -312,9 +278,16 @@ class Table : public std::enable_shared_from_this<Table> {
   void CountUses(const Row* rows, int64_t n);
   bool evicts() const { return options_.score_strategy != ScoreStrategy::kNoEviction; }
   bool MayExceedBudget() const;
-  void WriteBack(std::span<const Evicted> rows);
-  void WriteBackDirty();
+  void WriteBack(std::span<const Evicted> evicted);
   void ForgetRows();
+  Row FindRow(int64_t key) const;  // or kMissingRow
+  // Finds the keys and returns the positions of those that are missing.
+  std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Row* rows);
+  // Gives those of the missing keys a row that were fetched.
+  void Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
+               const FetchedRows& below);
+  // Whether a fetch has to bring scores along.
+  bool wants_scores() const { return counts_occurrences() || snapshot_; }
   void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
   // The distinct keys that are in the store and not in the table.
   std::vector<int64_t> OnlyBelow(std::span<const int64_t> keys) const;
@@ -325,9 +298,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // there go from the one to the other.
   std::vector<int64_t> BeforeReplacement();
   void AfterReplacement(std::vector<int64_t> replaced);
-  void AppendKeysBelow(std::vector<int64_t>& keys) const;
   Store& RequireStore() const;
-  void StampPinned(const Row* own);  // own: rows of the running batch
   void LogEvictions(std::span<Evicted> evicted);
   void InitRow(Row row, int64_t key, const float* initial, float* scratch);
   void AfterInsert(Row row);  // a row that was free
@@ -336,14 +307,12 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock Collect(std::span<const IndexEntry> entries, bool with_values, bool with_states) const;
   float* state_at(Row row) const { return reinterpret_cast<float*>(rows_.at(row) + state_offset_); }
   void FreeSlot(Slot slot);
-  bool IsStamped(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_; }
-  void Stamp(Row row) { stamps_[static_cast<size_t>(row)] = stamp_; }
-  void NextStamp();
   void AfterForkInChild(bool whole);  // whole: the fork had waited for the lock
 
   TableOptions options_;
   int64_t state_width_, state_offset_, row_stride_;
   Initializer initializer_;
+  ScoreClock clock_;
   mutable RwLock lock_;
   bool lost_in_fork_ = false;
   std::optional<KeyIndex> index_;  // empty once closed
@@ -352,26 +321,14 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
   uint64_t layout_ = 0;  // changes when slots do
-  uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
   TableStats stats_;
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; takes itself off when it ends
   std::unique_ptr<ChangeSet> changes_;
 
-  // Registered lists. A mutex of its own, never held while anything else is waited for: a list may
-  // be dropped by a thread that must not wait for the table.
-  std::mutex lists_mutex_;
-  std::vector<SlotList*> lists_;
-  // stamps_[row] == stamp_ marks a row of the running call, stamp_ - 1 one of another live batch.
-  std::vector<uint8_t> stamps_;
-  uint8_t stamp_ = 0;
-  std::vector<uint8_t> dirty_;  // one for each row number; empty without a store
+  PinnedRows pins_;
+  LowerTier below_;
   std::vector<uint32_t> uses_;  // occurrences of each row's key; empty unless counts_apart()
-  // While a Prefetch reads the store: the keys whose rows below changed since it began, and a
-  // number that changes when all of them did.
-  int64_t prefetches_ = 0;
-  std::unordered_set<int64_t> changed_below_;
-  uint64_t contents_ = 0;
 };
 
 }  // namespace embstore

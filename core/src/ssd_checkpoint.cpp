@@ -1,4 +1,4 @@
-// Snapshots of an SSD store: lists of row numbers, published by rename.
+// Checkpoints of an SSD store: lists of row numbers, published by rename.
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/file.h>
@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 static_assert(std::endian::native == std::endian::little, "files hold little-endian numbers");
 
 constexpr const char* kSums = "CHECKSUMS";
-// Drafts, and snapshots that were deleted or replaced but are still read by some process.
+// Drafts, and checkpoints that were deleted or replaced but are still read by some process.
 constexpr const char* kUnnamed = ".unfinished-";
 
 std::string Folder(const std::string& path, const std::string& name) {
@@ -37,7 +37,7 @@ std::string Line(const std::string& name, size_t bytes, uint32_t checksum) {
   return name + text;
 }
 
-// Removes the folder of a snapshot, unless some process reads it.
+// Removes the folder of a checkpoint, unless some process reads it.
 bool RemoveUnread(const std::string& folder) {
   const std::string list = folder + "/LIST";
   FileLock lock;
@@ -57,9 +57,9 @@ bool RemoveUnread(const std::string& folder) {
 
 }  // namespace
 
-// Throws InvalidState for a snapshot that is damaged, and
+// Throws InvalidState for a checkpoint that is damaged, and
 // std::system_error for one that cannot be read.
-SsdStoreImpl::SnapshotRows SsdStoreImpl::ReadSnapshot(const std::string& name) const {
+SsdStoreImpl::CheckpointRows SsdStoreImpl::ReadCheckpoint(const std::string& name) const {
   const std::string folder = Folder(options_.path, name);
   if (!fs::is_directory(folder)) {
     ThrowIo(ENOENT, Describe() + " has no snapshot '" + name + "'");
@@ -86,7 +86,7 @@ SsdStoreImpl::SnapshotRows SsdStoreImpl::ReadSnapshot(const std::string& name) c
     places += (bytes / layout_.block_bytes + 1) * layout_.rows_per_block;
   }
   const std::string list = read("LIST", max_list_bytes);
-  // Only snapshots of the original have no checksums.
+  // Only checkpoints of the original have no checksums.
   const bool has_sums = files_->format() >= 2 || fs::exists(folder + "/" + kSums);
   const std::string sums = has_sums ? "\n" + read(kSums, max_list_bytes) : std::string();
   const auto check = [&](const std::string& file, const std::string& data) {
@@ -147,37 +147,37 @@ void SsdStoreImpl::Refer(const std::string& name, std::vector<int64_t> segments)
       for (size_t i = old; i < segments_.size(); ++i) free_.insert(static_cast<int64_t>(i));
     }
     Segment& segment = segments_[static_cast<size_t>(number)];
-    ++segment.snapshots;
+    ++segment.checkpoints;
     if (segment.state == State::kFree) {
       free_.erase(number);
       segment.state = State::kWritten;
       segment.synced = true;
     }
   }
-  snapshots_[name] = std::move(segments);
+  checkpoints_[name] = std::move(segments);
 }
 
 void SsdStoreImpl::Unrefer(const std::string& name) {
-  const auto found = snapshots_.find(name);
-  if (found == snapshots_.end()) return;
+  const auto found = checkpoints_.find(name);
+  if (found == checkpoints_.end()) return;
   for (int64_t number : found->second) {
-    --segments_[static_cast<size_t>(number)].snapshots;
+    --segments_[static_cast<size_t>(number)].checkpoints;
     Retire(number);
   }
-  snapshots_.erase(found);
+  checkpoints_.erase(found);
 }
 
-// What is there when the directory is opened. Rows that a snapshot names must not be overwritten: a
-// snapshot that is damaged keeps every segment, one that cannot be read now (too many open files, a
-// failing disk) keeps the store from being opened.
-void SsdStoreImpl::FindSnapshots() {
+// What is there when the directory is opened. Rows that a checkpoint names must not be overwritten:
+// a checkpoint that is damaged keeps every segment, one that cannot be read now (too many open
+// files, a failing disk) keeps the store from being opened.
+void SsdStoreImpl::FindCheckpoints() {
   for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
     const std::string name = entry.path().filename();
     if (!entry.is_directory()) continue;
     if (name.starts_with('.') && RemoveUnread(entry.path())) continue;
     std::vector<int64_t> segments;
     try {
-      segments = SegmentsOf(ReadSnapshot(name).rows);
+      segments = SegmentsOf(ReadCheckpoint(name).rows);
     } catch (const InvalidState&) {
       segments.resize(static_cast<size_t>(SegmentsInFiles()));
       std::iota(segments.begin(), segments.end(), 0);
@@ -186,12 +186,12 @@ void SsdStoreImpl::FindSnapshots() {
   }
 }
 
-std::vector<std::string> SsdStoreImpl::Snapshots() const {
+std::vector<std::string> SsdStoreImpl::Checkpoints() const {
   RequireProcess();
   std::shared_lock guard(lock_);
   std::vector<std::string> names;
   if (options_.create) {
-    for (const auto& [name, segments] : snapshots_) names.push_back(name);
+    for (const auto& [name, segments] : checkpoints_) names.push_back(name);
   } else {  // a writer may add some at any time
     for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
       if (entry.is_directory()) names.push_back(entry.path().filename());
@@ -202,8 +202,8 @@ std::vector<std::string> SsdStoreImpl::Snapshots() const {
   return names;
 }
 
-void SsdStoreImpl::WriteSnapshot(const std::string& folder,
-                                 const std::vector<uint64_t>& sorted_rows) {
+void SsdStoreImpl::WriteCheckpoint(const std::string& folder,
+                                   const std::vector<uint64_t>& sorted_rows) {
   std::string list, sums;
   for (size_t begin = 0, end; begin < sorted_rows.size(); begin = end) {
     const int64_t chunk = layout_.ChunkOf(static_cast<int64_t>(sorted_rows[begin]));
@@ -226,16 +226,16 @@ void SsdStoreImpl::WriteSnapshot(const std::string& folder,
   SyncDirectory(folder);
 }
 
-// A name that no snapshot has, neither in memory nor in the directory.
+// A name that no checkpoint has, neither in memory nor in the directory.
 std::string SsdStoreImpl::FreshName() const {
   for (int64_t i = 0;; ++i) {
     std::string name = kUnnamed + std::to_string(i);
-    if (!snapshots_.contains(name) && !fs::exists(Folder(options_.path, name))) return name;
+    if (!checkpoints_.contains(name) && !fs::exists(Folder(options_.path, name))) return name;
   }
 }
 
-void SsdStoreImpl::Snapshot(const std::string& name) {
-  RequireSnapshotName(name);
+void SsdStoreImpl::SaveCheckpoint(const std::string& name) {
+  RequireCheckpointName(name);
   RequireProcess();
   std::unique_lock guard(lock_);
   RequireWritable();
@@ -253,9 +253,9 @@ void SsdStoreImpl::Publish(const std::string& name) {
   const std::string draft = FreshName(), draft_folder = Folder(options_.path, draft);
   try {
     fs::create_directory(draft_folder);
-    WriteSnapshot(draft_folder, rows);
+    WriteCheckpoint(draft_folder, rows);
     Refer(draft, SegmentsOf(rows));
-    // One step in either case: an older snapshot of this name is there until the new one is.
+    // One step in either case: an older checkpoint of this name is there until the new one is.
     const unsigned exchange = fs::exists(folder) ? RENAME_EXCHANGE : 0;
     if (renameat2(AT_FDCWD, draft_folder.c_str(), AT_FDCWD, folder.c_str(), exchange) != 0) {
       ThrowIo("renaming " + draft_folder);
@@ -272,7 +272,7 @@ void SsdStoreImpl::Publish(const std::string& name) {
 
 // The directory has exchanged two names, of which one may have been free: so do we.
 void SsdStoreImpl::Exchange(const std::string& a, const std::string& b) {
-  auto first = snapshots_.extract(a), second = snapshots_.extract(b);
+  auto first = checkpoints_.extract(a), second = checkpoints_.extract(b);
   if (first && second) {
     std::swap(first.key(), second.key());
   } else if (first) {
@@ -280,11 +280,11 @@ void SsdStoreImpl::Exchange(const std::string& a, const std::string& b) {
   } else if (second) {
     second.key() = a;
   }
-  if (first) snapshots_.insert(std::move(first));
-  if (second) snapshots_.insert(std::move(second));
+  if (first) checkpoints_.insert(std::move(first));
+  if (second) checkpoints_.insert(std::move(second));
 }
 
-// Makes new names of snapshots durable, then removes those that nobody can load any more. Their
+// Makes new names of checkpoints durable, then removes those that nobody can load any more. Their
 // segments stay until then: after a power failure the old names may be back.
 void SsdStoreImpl::Settle(const std::string& done) {
   try {
@@ -294,7 +294,7 @@ void SsdStoreImpl::Settle(const std::string& done) {
             done + ", but a power failure may undo that: fsync of " + options_.path + "/snapshots");
   }
   std::vector<std::string> unnamed;
-  for (const auto& [name, segments] : snapshots_) {
+  for (const auto& [name, segments] : checkpoints_) {
     if (name.starts_with('.')) unnamed.push_back(name);
   }
   for (const std::string& name : unnamed) {
@@ -306,12 +306,12 @@ void SsdStoreImpl::Settle(const std::string& done) {
   }
 }
 
-void SsdStoreImpl::DeleteSnapshot(const std::string& name) {
-  RequireSnapshotName(name);
+void SsdStoreImpl::DeleteCheckpoint(const std::string& name) {
+  RequireCheckpointName(name);
   RequireProcess();
   std::unique_lock guard(lock_);
   RequireWritable();
-  if (!snapshots_.contains(name)) {
+  if (!checkpoints_.contains(name)) {
     ThrowIo(ENOENT, Describe() + " has no snapshot '" + name + "'");
   }
   const std::string unnamed = FreshName();
@@ -320,8 +320,8 @@ void SsdStoreImpl::DeleteSnapshot(const std::string& name) {
   Settle("snapshot '" + name + "' of " + Describe() + " is deleted");
 }
 
-// Keeps a writer from using the segments of the snapshot again, for as long as the lock is held.
-FileLock SsdStoreImpl::LockSnapshot(const std::string& name) const {
+// Keeps a writer from using the segments of the checkpoint again, for as long as the lock is held.
+FileLock SsdStoreImpl::LockCheckpoint(const std::string& name) const {
   const std::string list = Folder(options_.path, name) + "/LIST";
   while (true) {
     const int fd = OpenRegular(list, O_RDONLY);
@@ -403,19 +403,19 @@ void SsdStoreImpl::LoadSegment(int64_t segment, std::span<const uint64_t> rows, 
   }
 }
 
-void SsdStoreImpl::LoadSnapshot(const std::string& name) {
-  RequireSnapshotName(name);
+void SsdStoreImpl::LoadCheckpoint(const std::string& name) {
+  RequireCheckpointName(name);
   RequireProcess();
   std::unique_lock guard(lock_);
   RequireUsable();
   FileLock reading;
-  if (!options_.create) reading = LockSnapshot(name);
-  const auto [rows, has_checksums] = ReadSnapshot(name);
+  if (!options_.create) reading = LockCheckpoint(name);
+  const auto [rows, has_checksums] = ReadCheckpoint(name);
   const std::vector<int64_t> segments = SegmentsOf(rows);
   if (options_.create) {
-    const auto known = snapshots_.find(name);
-    if (known == snapshots_.end() || !std::includes(known->second.begin(), known->second.end(),
-                                                    segments.begin(), segments.end())) {
+    const auto known = checkpoints_.find(name);
+    if (known == checkpoints_.end() || !std::includes(known->second.begin(), known->second.end(),
+                                                      segments.begin(), segments.end())) {
       throw InvalidState(
           "snapshot '" + name + "' of " + Describe() +
           " was put there or changed while the store was open: open the store again");

@@ -1,0 +1,93 @@
+// DistinctKeys numbers different keys from 0, in the order in which they first come.
+//
+//     Add       7  -1   7  12
+//     number    0   1   0   2          keys()  7  -1  12
+//
+// Thread safety: const methods may run together; any other method needs exclusive access.
+//
+// Invariants
+//  1. keys() holds each key once; the number of a key is its position there.
+//  2. At most three quarters of places_ are in use, so a search ends.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+#include <cstdint>
+#include <vector>
+
+#include "embstore/hash.h"
+#include "embstore/types.h"
+
+namespace embstore {
+
+class DistinctKeys {
+ public:
+  struct Added {
+    uint32_t number;
+    bool is_new;
+  };
+
+  // `secret` keys the hash, so that nobody can choose keys that collide.
+  explicit DistinctKeys(const HashSecret& secret = ProcessSecret()) : secret_(secret) {}
+
+  // Forgets all keys and makes room for so many.
+  void Reset(size_t expected) {
+    keys_.clear();
+    places_.assign(std::bit_ceil(std::max<size_t>(2 * expected, 16)), 0);
+  }
+
+  // The number of the key, which is added if it is not there. Throws InvalidState beyond 2^32 - 2
+  // keys.
+  Added Add(int64_t key) { return Add(key, KeyedHash(key, secret_)); }
+  // REQUIRES: hash == KeyedHash(key, secret). For callers that need the hash anyway.
+  Added Add(int64_t key, uint64_t hash) {
+    assert(hash == KeyedHash(key, secret_));
+    if (4 * (keys_.size() + 1) > 3 * places_.size()) [[unlikely]]
+      Grow();
+    uint32_t& place = places_[PlaceOf(key, hash)];
+    if (place) return {place - 1, false};
+    if (keys_.size() >= UINT32_MAX - 1) throw InvalidState("a list of keys can hold 2^32 - 2");
+    keys_.push_back(key);
+    place = static_cast<uint32_t>(keys_.size());
+    return {place - 1, true};
+  }
+
+  // The number of the key, or -1.
+  int64_t Find(int64_t key) const {
+    if (keys_.empty()) return -1;
+    return int64_t{places_[PlaceOf(key, KeyedHash(key, secret_))]} - 1;
+  }
+
+  const std::vector<int64_t>& keys() const { return keys_; }
+  size_t size() const { return keys_.size(); }
+  bool empty() const { return keys_.empty(); }
+
+ private:
+  size_t PlaceOf(int64_t key, uint64_t hash) const {
+    const size_t mask = places_.size() - 1;
+    size_t at = hash & mask;
+    while (places_[at] && keys_[places_[at] - 1] != key) at = (at + 1) & mask;
+    return at;
+  }
+
+  void Grow() {
+    std::vector<uint32_t> larger(std::max<size_t>(2 * places_.size(), 64), 0);
+    places_.swap(larger);
+    for (size_t i = 0; i < keys_.size(); ++i) {
+      places_[PlaceOf(keys_[i], KeyedHash(keys_[i], secret_))] = static_cast<uint32_t>(i + 1);
+    }
+  }
+
+  HashSecret secret_;
+  std::vector<int64_t> keys_;
+  std::vector<uint32_t> places_;  // number + 1; 0 is free
+};
+
+// Sorts the keys and drops repetitions.
+inline void SortDistinct(std::vector<int64_t>& keys) {
+  std::sort(keys.begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
+}
+
+}  // namespace embstore

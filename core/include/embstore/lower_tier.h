@@ -1,0 +1,127 @@
+// LowerTier: the store below a table, which is a write-back cache of it.
+//
+//     Fetch       store -> FetchedRows    rows of the keys that the table does not hold
+//     Install     FetchedRows -> table    copies a row to its place; it is clean
+//     WriteBack   table -> store          rows that leave, if they are dirty; they are clean then
+//
+// A table without a store has no lower tier: exists() is false, Fetch finds nothing, and no row is
+// dirty.
+//
+// Thread safety: the table's lock guards it. Const methods may run together, and so may MarkDirty
+// and Install of different rows. Fetch touches the store alone and needs no lock.
+//
+// Invariants
+//  1. A row is dirty if it is not below, or differs from what is below.
+//  2. While a read ahead is under way (BeginReadAhead), HasChangedBelow(key) holds for every key
+//     whose row below has changed since it began.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "embstore/distinct_keys.h"
+#include "embstore/key_index.h"
+#include "embstore/memory.h"
+#include "embstore/row_heap.h"
+#include "embstore/store.h"
+#include "embstore/types.h"
+
+namespace embstore {
+
+struct FetchedRow {
+  const std::byte* data = nullptr;  // null: the key is not below
+  uint64_t score = 0;               // 0 where scores were not asked for
+};
+
+// The answer of a store to one batch of keys.
+class FetchedRows {
+ public:
+  FetchedRows() = default;  // finds nothing
+  // Gets keys[i] for every i of `wanted`, each key once. Throws what the store throws.
+  FetchedRows(const Store& store, const int64_t* keys, std::span<const uint32_t> wanted,
+              bool with_scores);
+
+  FetchedRow Find(int64_t key) const;
+  bool empty() const { return keys_.empty(); }
+  bool has_scores() const { return keys_.empty() || !scores_.empty(); }
+
+ private:
+  int64_t row_bytes_ = 0;
+  DistinctKeys keys_;
+  RecycledBuffer rows_;
+  std::vector<uint64_t> scores_;
+  std::vector<uint8_t> found_;
+};
+
+class LowerTier {
+ public:
+  LowerTier() = default;  // none
+  ~LowerTier() { Detach(); }
+  LowerTier(const LowerTier&) = delete;
+  LowerTier& operator=(const LowerTier&) = delete;
+
+  // Null: stays none. Rows are below `capacity`. Throws InvalidState when the store is attached
+  // elsewhere.
+  void Attach(std::shared_ptr<Store> store, int64_t capacity);
+  bool exists() const { return store_ != nullptr; }
+  Store& store() const { return *store_; }  // REQUIRES exists()
+
+  FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> wanted, bool with_scores) const;
+  // All of the keys.
+  FetchedRows Fetch(std::span<const int64_t> keys, bool with_scores) const;
+  // Copies a fetched row to its place in the table. False, and the row counts as new and dirty,
+  // where it is not below.
+  bool Install(const FetchedRow& fetched, Row row, const RowHeap& rows);
+
+  bool IsDirty(Row row) const { return dirty_[static_cast<size_t>(row)] != 0; }
+  void MarkDirty(Row row) { dirty_[static_cast<size_t>(row)] = 1; }
+  void Grow(int64_t capacity);  // rows are below it
+  // Writes those of the rows that are dirty. What was not written when the store throws stays
+  // dirty.
+  void WriteBack(std::span<const IndexEntry> entries, const RowHeap& rows);
+  // The same for all rows of the index.
+  void WriteBackAll(const KeyIndex& index, const RowHeap& rows);
+
+  void Erase(std::span<const int64_t> keys);
+  // The distinct keys of these that are below.
+  std::vector<int64_t> Present(std::vector<int64_t> keys) const;
+  void AppendKeys(std::vector<int64_t>& keys) const;  // all that are below
+  // Everything below was replaced, and the table holds no rows.
+  void NoteReplaced();
+
+  // A Prefetch reads the store without the table's lock, and asks afterwards what has changed.
+  struct ReadAhead {
+    uint64_t contents;
+  };
+  ReadAhead BeginReadAhead();
+  bool HasChangedBelow(const ReadAhead& read, int64_t key) const {
+    return read.contents != contents_ || changed_.contains(key);
+  }
+  void EndReadAhead();
+
+  void Close();           // detaches and frees memory
+  void RenewAfterFork();  // threads that read ahead are in the parent
+
+  int64_t fetches() const { return fetches_; }          // rows that came up
+  int64_t write_backs() const { return write_backs_; }  // rows that went down
+
+ private:
+  void Detach() noexcept;
+  void NoteChanged(std::span<const int64_t> keys);
+
+  std::shared_ptr<Store> store_;
+  bool attached_ = false;
+  std::vector<uint8_t> dirty_;  // one a row; empty without a store
+  int64_t fetches_ = 0, write_backs_ = 0;
+  int64_t reads_ahead_ = 0;
+  std::unordered_set<int64_t> changed_;  // rows below that changed while there are reads ahead
+  uint64_t contents_ = 0;                // changes when all rows below do
+};
+
+}  // namespace embstore

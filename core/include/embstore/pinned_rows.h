@@ -1,0 +1,54 @@
+// PinnedRows: the live lists of a table, and which rows they hold against eviction.
+//
+// A call that takes rows away stamps the rows of its own batch and those of other live batches
+// first, and looks rows up by their stamp from then on.
+//
+// Thread safety: Add and Remove may be called by any thread at any time. The table's lock guards
+// the rest: const methods, and Hold of different rows, may run together.
+//
+// Invariants, between Begin or BeginBatch and the end of the call
+//  1. stamp == stamp_      <=>  the running call holds the row.
+//  2. stamp == stamp_ - 1   =>  another live batch holds it, and the running call does not.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "embstore/slot_list.h"
+#include "embstore/types.h"
+
+namespace embstore {
+
+class PinnedRows {
+ public:
+  void Add(SlotList* list);
+  void Remove(SlotList* list);
+
+  // A new call, which holds no rows and knows of none that others hold. Rows are below `capacity`.
+  void Begin(int64_t capacity);
+  // A new call that holds the rows of the list whose rows() are `own`, beside other live batches.
+  void BeginBatch(const Row* own, int64_t capacity);
+  void Hold(Row row) { stamps_[static_cast<size_t>(row)] = stamp_; }
+  bool IsHeldByCall(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_; }
+  bool IsHeldByOthers(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_ - 1; }
+  bool IsHeld(Row row) const { return stamps_[static_cast<size_t>(row)] >= stamp_ - 1; }
+
+  // The rows that this call holds become kMissingRow in all lists but that with the rows `own`.
+  void TakeFromLists(const Row* own);
+  void TakeAllFromLists();
+
+  void Clear() { stamps_ = {}; }
+  std::mutex& mutex() { return mutex_; }  // for fork(), which holds it
+  void RenewAfterFork();                  // where another thread held it
+
+ private:
+  // Never held while anything else is waited for: a list may be dropped by a thread that must not
+  // wait for the table.
+  std::mutex mutex_;
+  std::vector<SlotList*> lists_;
+  std::vector<uint8_t> stamps_;  // one a row
+  uint8_t stamp_ = 0;
+};
+
+}  // namespace embstore
