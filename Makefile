@@ -31,7 +31,7 @@ PIP_fbgemm := fbgemm-gpu-cpu==1.8.0
 PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
 PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
-PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
+PIP_dev-tools := pandas xxhash pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
 PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis \
   fastapi uvicorn prometheus-client swagger-ui-bundle httpx tensorboard \
   fsspec s3fs moto[server]

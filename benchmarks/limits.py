@@ -4,6 +4,8 @@ insert      10M new keys of dim 32 in batches, into a table that doubles four ti
             keys a second against 5 M, and the longest batch against 1 s (median of 3 tables)
 find        where 10M resident keys are, in random order, without reading rows (contains): keys a second
             and thread against 40 M
+ids-from    ids of 5M short strings in an Arrow column and in a fixed-width numpy array: strings a second
+            against 50 M on two threads
 memory      peak resident memory of a process with 100M keys of dim 8, Python itself included, against 8 GiB
 """
 
@@ -15,6 +17,7 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow
 
 import embstore
 
@@ -26,6 +29,7 @@ from .timing import set_threads
 INSERT_KEYS_PER_SECOND = 5e6
 STALL_SECONDS = 1.0
 FIND_KEYS_PER_SECOND = 40e6
+STRINGS_PER_SECOND = 50e6
 MEMORY_BYTES_PER_KEY = 8 * 2**30 / 100_000_000
 TABLES = 3
 FIND_PASSES = 5
@@ -120,3 +124,29 @@ def memory(run: Run) -> Iterator[Row]:
     ratio = wanted / result["peak_bytes"]
     against = f"{wanted / 2**30:.2f} GiB"
     yield Row(f"memory of {count:,} keys, dim 8", against, max(run.threads), ratio, 1.0, 1.0, detail)
+
+
+@register("ids-from")
+def ids_from(run: Run) -> Iterator[Row]:
+    count = run.sizes.limit_keys // 2
+    strings = np.char.add(b"user_", np.arange(count).astype("S10"))
+    columns = {"Arrow": pyarrow.array(strings, pyarrow.binary()).cast(pyarrow.string()), "numpy S15": strings}
+    for threads in run.threads:
+        set_threads(threads)
+        for kind, column in columns.items():
+            seconds = []
+            for _ in range(FIND_PASSES):
+                start = time.perf_counter()
+                embstore.ids_from(column, field="user")
+                seconds.append(time.perf_counter() - start)
+            speed = count / statistics.median(seconds)
+            wanted = 1.0 if threads >= 2 else None
+            yield Row(
+                f"ids of {count:,} strings, {kind}",
+                "50 M strings/s",
+                threads,
+                speed / STRINGS_PER_SECOND,
+                wanted,
+                wanted,
+                f"{speed / 1e6:.0f} M strings/s",
+            )

@@ -80,4 +80,5 @@ NB_MODULE(_core, m) {
   BindParameterServer(m);
   BindSlotMap(m);
   BindServing(m);
+  BindStringIds(m);
 }

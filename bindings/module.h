@@ -18,6 +18,7 @@ void BindParameterServer(nanobind::module_& m);
 void BindSlotMap(nanobind::module_& m);
 void BindStore(nanobind::module_& m);
 void BindServing(nanobind::module_& m);
+void BindStringIds(nanobind::module_& m);
 
 // Options from the numbers of embstore.initializers: value, mean, std_dev, lower, upper.
 InitializerOptions InitializerFrom(int kind, const std::vector<double>& values);

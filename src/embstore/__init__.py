@@ -35,6 +35,7 @@ from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, Table
 from embstore.ownership import Ownership, owner
 from embstore.rows import Rows, Stats
 from embstore.slot_map import SlotMap
+from embstore.string_ids import ids_from
 from embstore.table import RefusedKeysError, Table
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ __all__ = [
     "Uniform",
     "dump",
     "get_num_threads",
+    "ids_from",
     "isa",
     "load",
     "metrics",
