@@ -1,0 +1,1 @@
+"""Programs to copy from; README.md lists them."""
