@@ -1,10 +1,10 @@
 """Stores: what keeps rows by key below a table.
 
-base      Store, for stores of your own, and what all stores share
+base      Store, the base class of your own stores, and what all stores share
 memory    MemoryStore, NullStore
 ssd       SsdStore
 tiers     TieredStore
-plugin    stores behind the C ABI of a shared library
+plugin    stores in a shared library, through the C ABI
 redis/    rows in Redis: URLs, connections, layouts
 urls      any of them by URL
 """

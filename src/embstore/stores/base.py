@@ -8,7 +8,7 @@ travels with its score:
 
     keys    (n) int64      rows  (n, row_bytes) uint8      scores  (n) uint64      found  (n) bool
 
-`Store` is the base of stores of your own, written in Python; the others run in the engine.
+Subclass `Store` to write a store in Python; the built-in ones run in the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FoundArray = npt.NDArray[np.bool_]
 
 
 def row_bytes(dim: int, optimizer: Optimizer | None = None, dtype: DType = DType.FLOAT32) -> int:
-    """Bytes of a row as a store keeps it: the embedding and its optimizer state."""
+    """Bytes of a stored row: the embedding and its optimizer state."""
     return _core.stored_row_bytes(dim, int(dtype), (optimizer or SGD()).engine_name)
 
 
@@ -39,21 +39,21 @@ class Store:
 
     The engine calls these methods with the GIL held, from whatever thread needs rows, mostly while it holds
     the lock of the table: a method must not use that table. Look-ahead and dumps call `get`, `scan` and
-    `scan_keys` while other threads put and erase. Arrays that a method gets are its own to keep. An exception
-    in `get` or `put` reaches the caller of the table, which loses no row by it.
+    `scan_keys` while other threads put and erase. A method may keep the arrays it receives. An exception in
+    `get` or `put` reaches the caller of the table, and no row is lost.
     """
 
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes = row_bytes
 
-    # ---- to be implemented
+    # ---- required
 
     def get(self, keys: KeyArray) -> tuple[RowArray, ScoreArray, FoundArray]:
-        """Rows, scores and which keys are here; what is not found may hold anything."""
+        """Rows, scores and which keys exist; the rows of missing keys may hold anything."""
         raise NotImplementedError(f"{type(self).__name__} should implement get")
 
     def put(self, keys: KeyArray, rows: RowArray, scores: ScoreArray) -> None:
-        """Takes rows; of duplicate keys the last counts."""
+        """Stores rows; of duplicate keys the last one wins."""
         raise NotImplementedError(f"{type(self).__name__} should implement put")
 
     def erase(self, keys: KeyArray) -> None:
@@ -61,22 +61,22 @@ class Store:
         raise NotImplementedError(f"{type(self).__name__} should implement erase")
 
     def scan(self) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
-        """All rows in blocks, each key once. Rows may be put and erased meanwhile, between two blocks: what
-        was here from the first block to the last must come, the rest may."""
+        """All rows in blocks, each key once. Rows may be put and erased between two blocks: a key that exists
+        from the first block to the last must appear, others may."""
         raise NotImplementedError(f"{type(self).__name__} should implement scan")
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} should implement __len__")
 
-    # ---- to be implemented where there is something better, or more, to do
+    # ---- optional: override where the store can do better
 
     def scan_keys(self) -> Iterator[KeyArray]:
-        """All keys in blocks. Keys that nobody puts or erases meanwhile come at least once."""
+        """All keys in blocks. A key that is not put or erased during the scan appears at least once."""
         for keys, _, _ in self.scan():
             yield keys
 
     def contains(self, keys: KeyArray) -> FoundArray:
-        """Which keys are here."""
+        """Which keys exist."""
         return self.get(keys)[2]
 
     def clear(self) -> None:
@@ -85,21 +85,21 @@ class Store:
             self.erase(keys)
 
     def flush(self) -> None:
-        """Makes what was put durable."""
+        """Makes stored rows durable."""
 
     def snapshot(self, name: str) -> None:
-        """Keeps the contents under a name."""
+        """Saves the contents under a name."""
         raise NotImplementedError(f"{type(self).__name__} keeps no snapshots")
 
     def load_snapshot(self, name: str) -> None:
-        """Replaces the contents with those of a snapshot, or raises and leaves them."""
+        """Replaces the contents with a snapshot; if that fails, raises and changes nothing."""
         raise NotImplementedError(f"{type(self).__name__} keeps no snapshots")
 
     # ---- for the engine
 
     def handle(self) -> _core.Store:
-        """The engine's view of this store. Not kept here: it keeps this store alive, and a cycle through the
-        engine would never be collected."""
+        """The engine's view of this store. Not cached here: the handle keeps this store alive, and a cycle
+        through the engine would never be collected."""
         return _core.python_store(self, self.row_bytes)
 
 
@@ -120,8 +120,8 @@ class EngineStore(Store):
         return self._handle.size()
 
     def get(self, keys: object, *, with_scores: bool = True) -> tuple[RowArray, ScoreArray, FoundArray]:
-        """Rows, scores and which keys are here; what is not found may hold anything. Without scores, which
-        may cost a read of their own, their array is empty."""
+        """Rows, scores and which keys exist; the rows of missing keys may hold anything. Scores may cost an
+        extra read: with_scores=False skips them and returns an empty array."""
         k = as_keys(keys)
         rows = _core.empty_bytes(k.n * self.row_bytes).reshape(k.n, self.row_bytes)
         scores, found = np.zeros(k.n if with_scores else 0, np.uint64), np.empty(k.n, np.uint8)
@@ -129,7 +129,7 @@ class EngineStore(Store):
         return rows, scores, found.view(np.bool_)
 
     def put(self, keys: object, rows: object, scores: object = None) -> None:
-        """Takes rows as bytes, or as any numbers of row_bytes bytes a row. scores: 1 when not given."""
+        """Stores rows: bytes, or numbers of any type with row_bytes bytes a row. scores default to 1."""
         k = as_keys(keys)
         r = np.ascontiguousarray(rows)
         if r.ndim != 2 or r.shape[0] != k.n or r.itemsize * r.shape[1] != self.row_bytes:
@@ -169,7 +169,7 @@ class EngineStore(Store):
 def scan_handle(
     handle: _core.Store, block_rows: int = 65536
 ) -> Iterator[tuple[KeyArray, RowArray, ScoreArray]]:
-    """All rows of a store of the engine, in blocks."""
+    """All rows of an engine store, in blocks."""
     if block_rows < 1:
         raise ValueError(f"block_rows should be at least 1 but is: {block_rows}")
     scanner = handle.scan()

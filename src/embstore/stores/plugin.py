@@ -1,4 +1,4 @@
-"""Stores that a shared library brings: see embstore/parameter_server_plugin.h.
+"""Stores in a shared library; embstore/parameter_server_plugin.h is the interface.
 
 load_plugin("libmy_ps.so")          # IO_type "my-ps"
 open_store("my-ps://host:99", table="emb.user", tensor_bytes=[256])
@@ -29,8 +29,8 @@ def include_dir() -> str:
 def load_plugin(path: str | os.PathLike[str]) -> str:
     """Loads the library for the rest of the process and returns its type, which is the scheme of its URLs.
 
-    `path` is a file, also one of the current folder, or a name that the dynamic linker finds. A plug-in may
-    take over a built-in scheme such as memory:// or redis://.
+    `path` is a file, or a name that the dynamic linker finds. A plug-in may take over a built-in scheme such
+    as memory:// or redis://.
     """
     path = os.fspath(path)
     kind, is_new = _core.load_plugin(os.path.abspath(path) if os.path.exists(path) else path)
@@ -43,7 +43,7 @@ def load_plugin(path: str | os.PathLike[str]) -> str:
 
 
 class PluginStore(Store):
-    """Rows of one table on the server of a plug-in. It can put and get; it keeps no scores."""
+    """Rows of one table behind a plug-in. It can put and get; it keeps no scores."""
 
     def __init__(self, kind: str, cfg: str, table: str, tensor_bytes: Sequence[int], column: int = 0) -> None:
         super().__init__(sum(tensor_bytes))

@@ -11,22 +11,22 @@ from embstore.stores.base import EngineStore
 class SsdStore(EngineStore):
     """Rows in files under a directory, with an index of at most 24 bytes a key in memory.
 
-    path                  the directory; made where there is none. One process at a time writes to it
+    path                  the directory, created if missing. One process at a time writes to it
     key_bytes             8, or 4 where keys fit int32
-    physical_block_bytes  4096 or 512: what the device reads at once
-    capacity_rows         beyond it `put` raises and takes nothing (0: no bound)
-    direct                reads and writes go past the page cache, where the filesystem can do that
-    create                False: only read snapshots of a store that is there. Any number of processes may do
-                          that at once, also beside the one that writes
-    flush_snapshot        `flush` publishes the rows under this name, for whoever opens the directory next
-                          ("": it only writes them)
+    physical_block_bytes  4096 or 512: the block size of the device
+    capacity_rows         beyond it `put` raises and stores nothing (0: no limit)
+    direct                bypass the page cache, where the filesystem supports that
+    create                False: only read snapshots of an existing store. Any number of processes may do
+                          that, also beside the writer
+    flush_snapshot        `flush` publishes the rows as a snapshot of this name ("": it only writes them)
 
-    Only snapshots outlive the process: a directory that is opened is empty until `load_snapshot`.
-    Several live side by side; the rows of a snapshot are neither overwritten nor moved until
-    `delete_snapshot`, or until the last process that reads it has closed it. Files that cannot be read or
-    written raise OSError, damaged ones RuntimeError.
+    Only snapshots outlive the process: a newly opened store is empty until `load_snapshot`. There may be
+    several snapshots; their rows are neither overwritten nor moved until `delete_snapshot`, and until the
+    last process that reads them has closed the store. Files that cannot be read or written raise OSError,
+    damaged ones RuntimeError.
 
     >>> import tempfile
+    >>> import numpy as np
     >>> with SsdStore(tempfile.mkdtemp(), row_bytes=8) as store:
     ...     store.put([7], np.ones((1, 2), np.float32))
     ...     store.snapshot("monday")
@@ -64,16 +64,16 @@ class SsdStore(EngineStore):
         return self._ssd.snapshots()
 
     def delete_snapshot(self, name: str) -> None:
-        """Removes a snapshot. Its space is used again once no process reads it."""
+        """Removes a snapshot. Its space is reused once no process reads it."""
         self._ssd.delete_snapshot(name)
 
     def stats(self) -> _core.SsdStoreStats:
-        """Rows, bytes in memory and in files, and bytes put and written since it was opened."""
+        """Rows, bytes in memory and in files, and bytes put and written since the store was opened."""
         return self._ssd.stats()
 
     def close(self) -> None:
-        """Waits for running reads, then releases the directory. Rows that no snapshot names are gone; every
-        other use raises RuntimeError afterwards."""
+        """Waits for running reads, then releases the directory. Rows outside of snapshots are gone; any later
+        use of the store raises RuntimeError."""
         self._ssd.close()
 
     def __enter__(self) -> SsdStore:

@@ -7,9 +7,10 @@ from embstore.stores.base import EngineStore, Store
 
 
 class TieredStore(EngineStore):
-    """Two stores as one: what is put goes to `upper`, and on to `lower` when there are more than about
-    `upper_rows` rows of it. Tiers stack, since both may be any store.
+    """Two stores as one: new rows go to `upper`; beyond about `upper_rows` rows the oldest move to `lower`.
+    Either may be a TieredStore itself.
 
+    >>> from embstore.stores import MemoryStore, NullStore
     >>> store = TieredStore(MemoryStore(8), NullStore(8), upper_rows=1000)
     """
 

@@ -1,9 +1,9 @@
 """Stores by URL.
 
 memory://NAME              one set of tables for each name, in this process
-ssd:///path                files below a directory, for one process at a time; the next finds what was flushed
+ssd:///path                files in a directory, for one process at a time; the next finds flushed rows
 redis://host:6379/?…       see embstore.stores.redis.store
-TYPE://…                   what a plug-in of that type makes of it, also where the type is one of the above
+TYPE://…                   a plug-in of that type, also where it replaces one of the above
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _split(url: str) -> tuple[str, str]:
 
 
 def is_shared(url: str) -> bool:
-    """Whether all processes that open this URL meet the same rows."""
+    """Whether all processes that open this URL share the same rows."""
     scheme = _split(url)[0]
     return scheme not in LOCAL or _has_plugin(scheme)
 
@@ -54,7 +54,7 @@ def _has_plugin(scheme: str) -> bool:
 def open_store(
     url: str, *, table: str, tensor_bytes: Sequence[int], column: int = 0, layout: str = "compatible"
 ) -> Store:
-    """The store of one table, whose rows are tensors of these sizes one after the other.
+    """Opens the store of one table. A row consists of tensors of these sizes, one after the other.
 
     `column` numbers the parts of tables that are split by columns. `layout` is how Redis keeps rows when the
     URL does not say.
@@ -83,17 +83,17 @@ def open_store(
 
 
 def tiers(*urls: str, upper_rows: int) -> Callable[[TableOptions, int], Store]:
-    """What makes the stores below a table, the nearest first; each but the last keeps about `upper_rows` rows
-    and moves the oldest on. It takes the options of the table and the rank, so it is `external_storage` of
-    dynamicemb as it is.
+    """A factory of the stores below a table, the nearest first; each but the last keeps about `upper_rows`
+    rows and moves the oldest on. The factory takes the options of the table and the rank: it can be passed to
+    dynamicemb as `external_storage`.
 
     >>> below = tiers("memory://near", "memory://far", upper_rows=1000)
     >>> options = TableOptions(name="user", dim=4)
     >>> below(options, 0)
     <memory store over memory store: 0 rows of 16 bytes>
 
-    Each rank has a table of its own in every tier; dumps carry rows to another number of ranks.
-    An upper SSD tier begins empty: what outlives the process is what `flush` has moved to the last one.
+    Each rank has its own table in every tier; use a dump to change the number of ranks. An upper SSD tier
+    starts empty: only what `flush` moved to the last tier outlives the process.
     """
     if not urls:
         raise ValueError("urls should name at least one store but there is none")
@@ -127,7 +127,7 @@ def _folder(path: str, table: str) -> Path:
 
 
 class _SavedSsdStore(SsdStore):
-    """An SSD store that begins with what was last flushed. Other snapshots are the user's own."""
+    """An SSD store that starts with what was last flushed. It leaves other snapshots alone."""
 
     def __init__(self, path: str, table: str, column: int, row_bytes: int) -> None:
         super().__init__(_folder(path, f"{table}-{column}"), row_bytes, flush_snapshot=_FLUSHED)

@@ -1,7 +1,7 @@
-"""Answers of Redis (RESP 2) to the small commands of a store, read with nothing taken on trust.
+"""Replies of Redis (RESP 2) to a store's small commands, read without trusting the server.
 
-A length is a claim: no memory is taken for what has not arrived, and what is longer than any answer to these
-commands is refused. Rows have a reader of their own in the engine.
+A length is only a claim: memory is taken as data arrive, and replies longer than any valid one are refused.
+Rows have their own reader in the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 
 
 class Answers:
-    """Reads from the socket that `socket()` returns. `as_error` makes an exception of an error's text."""
+    """Reads from the socket that `socket()` returns. `as_error` turns the text of an error into an
+    exception."""
 
     def __init__(self, socket: Callable[[], Any], as_error: Callable[[str], Exception]) -> None:
         self._socket, self._as_error = socket, as_error
@@ -27,7 +28,7 @@ class Answers:
         self._at = 0
 
     def next(self) -> Any:
-        """One answer: bytes, an int, None, or a list of these. An error is raised."""
+        """One reply: bytes, an int, None, or a list of these. Raises error replies."""
         answer = self._read(MOST_DEPTH)
         if self._at == len(self._buffer):
             self._buffer.clear()

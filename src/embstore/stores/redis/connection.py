@@ -1,9 +1,9 @@
 """Connections to Redis, and the few commands that a store needs, many keys at a time.
 
-redis-py opens, authenticates, encrypts and finds masters and cluster nodes. In a cluster keys go to their
-nodes in pipelines of single-key commands, elsewhere commands take many keys and several of them are on their
-way at a time. There rows go from memory to the socket and back through the engine's codec, since an object
-for each value would cost more than the server does.
+redis-py opens connections, authenticates, encrypts and finds masters and cluster nodes. In a cluster, keys go
+to their nodes in pipelines of single-key commands. Elsewhere commands take many keys, several are in flight
+at a time, and rows move between memory and the socket through the engine's codec: a Python object for each
+value would cost more than the server does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Command = Callable[[int, int, int], Any]  # first row, row behind the last, rows
 
 
 class TemporaryError(Exception):
-    """The server may answer when it is tried again. `timed_out`: it took the whole timeout to find out."""
+    """The server may answer a retry. `timed_out`: finding out took the whole timeout."""
 
     def __init__(self, text: str, timed_out: bool) -> None:
         super().__init__(text)
@@ -38,7 +38,7 @@ class TemporaryError(Exception):
 
 
 class Connection(Protocol):
-    """What a store does with a server. Everything may be done twice."""
+    """What a store does with a server. Every operation may be repeated."""
 
     def call(self, *command: str | bytes | int) -> Any: ...
     def get_rows(self, batch: RowBatch, chunks: Sequence[range]) -> None: ...
@@ -86,7 +86,7 @@ class RedisServer:
         self._client: Any = None
 
     def _open(self) -> Any:
-        """The redis-py client; made when first used, since that of a cluster asks its nodes at once."""
+        """The redis-py client, created on first use: that of a cluster asks its nodes at once."""
         if self._client is not None:
             return self._client
         redis, options, common = self._redis, self._options, self._common
@@ -114,7 +114,7 @@ class RedisServer:
         return self._client
 
     def _of_sentinels(self) -> dict[str, Any]:
-        """What Sentinels are asked with: TLS as the servers, and a password of their own."""
+        """Options for the Sentinels: the servers' TLS settings, and their own password."""
         options = {k: v for k, v in self._common.items() if k != "health_check_interval"}
         return options | {
             "username": self._options.sentinel_user,
@@ -123,8 +123,8 @@ class RedisServer:
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
-        """A connection for one thread. Errors of the server come out as TemporaryError, PermissionError or
-        RuntimeError; after one of them the connection is not used again."""
+        """A connection for one thread. Raises TemporaryError, PermissionError or RuntimeError for errors of
+        the server; the connection is not used again after one."""
         with self._translated():
             client = self._open()
             if self._options.cluster:
@@ -135,7 +135,7 @@ class RedisServer:
             try:
                 yield _PlainConnection(connection, self._pack)
             except BaseException:
-                connection.disconnect()  # an answer may still be on its way
+                connection.disconnect()  # a reply may still be in flight
                 raise
             finally:
                 pool.release(connection)
@@ -255,7 +255,7 @@ class _PlainConnection:
 
 
 def _length(name: str, answer: Callable[[], Any]) -> int:
-    """Of the value of a key, 0 where there is none."""
+    """The length of the value of a key, 0 if it does not exist."""
     try:
         return _number("STRLEN", answer())
     except Exception as error:

@@ -1,7 +1,7 @@
 """Sockets of redis-py that keep to one deadline and one size, whatever the server does.
 
-redis-py, as most clients, limits each `recv`, so a server that sends a byte a second never lets a call end.
-The limits here are of a whole call: connecting, sending and all answers.
+redis-py, like most clients, limits each `recv`, so a server that sends a byte a second makes a call endless.
+The limits here cover a whole call: connecting, sending and all replies.
 
     with call_limits(seconds=10):
         ...                         # sockets of this thread raise TimeoutError when the time is over
@@ -40,7 +40,7 @@ _limits = _Limits()
 
 @contextmanager
 def call_limits(seconds: float) -> Iterator[None]:
-    """What sockets of this thread do inside has to be over in this time."""
+    """Limits all socket operations of this thread inside the block to this time in total."""
     before = _limits.until, _limits.bytes_left
     _limits.until, _limits.bytes_left = time.monotonic() + seconds, MOST_BYTES
     try:
@@ -50,7 +50,7 @@ def call_limits(seconds: float) -> Iterator[None]:
 
 
 class _LimitedSocket:
-    """A connected socket, plain or TLS, under the limits of the call that uses it."""
+    """A connected socket, plain or TLS, subject to the limits of the current call."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -85,7 +85,7 @@ class _LimitedSocket:
 
 
 def limited(connection_class: type[Any]) -> type[Any]:
-    """A class of redis-py's connections whose sockets are under the limits."""
+    """Subclasses a connection class of redis-py so that its sockets obey the limits."""
 
     class Limited(connection_class):  # type: ignore[misc]
         def _connect(self) -> Any:

@@ -21,7 +21,7 @@ Value = list[tuple[int, int, int]]  # its pieces: address in row 0, bytes from r
 
 
 class Layout:
-    """What the keys of an id are called, and what each of them holds."""
+    """The Redis keys of an id, and what each holds."""
 
     def __init__(self, head: str, tail: str, tensor_bytes: Sequence[int], packed: bool) -> None:
         self.head, self.packed = head, packed
@@ -34,7 +34,7 @@ class Layout:
         return [f"{self.head}{i}{tail}" for i in ids.tolist() for tail in self.tails]
 
     def complete(self, ids: KeyArray, lengths: Callable[[Sequence[str]], list[int]]) -> FoundArray:
-        """Which ids have all of their values. `lengths` tells those of names, 0 for what is not there."""
+        """Which ids have all of their values. `lengths` are those of `names(...)`, 0 for missing ones."""
         names = self.names(ids)
         found = lengths(names)
         for name, length, wanted in zip(names, found, itertools.cycle(self.value_bytes)):
@@ -69,7 +69,7 @@ class RowBatch:
         return self.layout.names(self.keys[chunk.start : chunk.stop])
 
     def codec(self) -> _core.RedisRows:
-        """The engine's writer of commands and reader of answers; one for each connection."""
+        """The engine's codec for commands and replies; one for each connection."""
         found = 0 if self.found is None else address(self.found)
         keys = self.keys
         return _core.RedisRows(
@@ -77,7 +77,7 @@ class RowBatch:
         )
 
     def absent_names(self, chunk: range) -> list[str]:
-        """The names of those ids of a chunk that a read has not found."""
+        """The names of the ids of a chunk that a read did not find."""
         assert self.found is not None
         ids = self.keys[chunk.start : chunk.stop]
         return self.layout.names(ids[~self.found[chunk.start : chunk.stop]])

@@ -6,9 +6,8 @@
 All numbers are little-endian. The compatible layout is that of TorchRec's contrib/dynamic_embedding; it keeps
 no scores, and an id is found when all of its tensors are.
 
-Commands carry `chunk_size` keys, and the next one is on its way before the last was answered. A lost
-connection is opened again and the batch is sent again, which is safe: all it does is read, or write the same
-values.
+Commands carry `chunk_size` keys, and the next is sent before the last is answered. After a lost connection
+the batch is sent again, which is safe: it only reads, or writes the same values.
 """
 
 from __future__ import annotations
@@ -170,8 +169,8 @@ class RedisStore(Store):
                 raise error
 
     def _blocks_of_names(self, pattern: str) -> Iterator[list[bytes]]:
-        """What SCAN finds, block by block. A cursor is of one server process, so a scan that loses its
-        connection begins again, and all of it is shown once more."""
+        """What SCAN finds, block by block. A cursor belongs to one server process, so a scan that loses its
+        connection starts over and yields everything again."""
         options = self._options
         for node in self._retry(lambda c: c.nodes()):
             for attempt in itertools.count(1):
@@ -199,8 +198,9 @@ class RedisStore(Store):
                 return
 
     def _retry(self, work: Callable[[Connection], Any], opening: bool = False) -> Any:
-        """Does it until it works. A server that does not answer is tried retry_limit times, one that refuses
-        (it may be starting) for as long as these would take; while `opening`, retry_limit times as well."""
+        """Repeats it until it works. A server that does not answer is tried retry_limit times; one that
+        refuses (it may be starting) is tried as long as that would take, or retry_limit times while
+        `opening`."""
         options = self._options
         deadline = None
         pause = FIRST_PAUSE_SECONDS
