@@ -23,7 +23,7 @@ import embstore
 from dynamicemb.exchange import STEP
 from embstore.distributed.exchange import all_to_all, swap_headers
 from embstore.distributed.ranks import Ranks, TorchRanks
-from embstore.distributed.routing import Route, route_keys
+from embstore.distributed.routing import Route, regroup, route_keys
 from embstore.nn.batch import as_key_tensor, as_weights
 
 
@@ -129,13 +129,6 @@ class _Routing(BaseSparseFeaturesDist[Any]):
         raise NotImplementedError
 
 
-def _regroup(parts: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Segments that lie by (sender, cell), as sizes[sender][cell] says, in the order (cell, sender)."""
-    pieces = iter(torch.split(parts, [size for of_sender in sizes for size in of_sender]))
-    by_sender = [[next(pieces) for _ in of_sender] for of_sender in sizes]
-    return torch.cat([piece for cell in zip(*by_sender) for piece in cell])
-
-
 @dataclass
 class _Bags:
     route: Route
@@ -230,10 +223,10 @@ class BagRouting(_Routing):
             ]
             sizes = [part.sum(1).tolist() for part in by_sender]
             return OwnedKeys(
-                _regroup(keys, sizes),
+                regroup(keys, sizes),
                 _offsets(torch.cat(by_sender, 1)),
                 prepared.device,
-                None if weights is None else _regroup(weights, sizes),
+                None if weights is None else regroup(weights, sizes),
                 samples=samples,
                 mean_scale=prepared.mean_scale,
             )
@@ -282,7 +275,7 @@ class KeyRouting(_Routing):
             sizes = headers.tolist()  # sender, cell
             starts = _offsets(headers)[:-1].view(headers.shape)
             return OwnedKeys(
-                _regroup(keys, sizes),
+                regroup(keys, sizes),
                 _offsets(headers.T),
                 device,
                 runs=starts.T.reshape(-1),

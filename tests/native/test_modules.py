@@ -10,7 +10,7 @@ import torch
 from native_tables import as_dict, everything, small_table, values_of
 
 import embstore
-from embstore.nn.modules import TableModule
+from embstore.nn.table_module import TableModule
 
 
 def sgd_table(**keywords):

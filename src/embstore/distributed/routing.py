@@ -71,3 +71,10 @@ def sum_rows(vectors: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Ten
     out = torch.empty((rows, v.shape[1]), dtype=torch.float32)
     _core.sum_rows(v.data_ptr(), i.data_ptr(), i.numel(), v.shape[1], rows, out.data_ptr())
     return out
+
+
+def regroup(parts: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Segments that lie by (sender, cell), as sizes[sender][cell] says, in the order (cell, sender)."""
+    pieces = iter(torch.split(parts, [size for of_sender in sizes for size in of_sender]))
+    by_sender = [[next(pieces) for _ in of_sender] for of_sender in sizes]
+    return torch.cat([piece for cell in zip(*by_sender) for piece in cell])

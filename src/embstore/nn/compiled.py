@@ -23,9 +23,10 @@ import torch
 
 from embstore.arrays import torch_dtype
 from embstore.nn.batch import Access, Batch, Pooling, Request
+from embstore.nn.pooling import pool
 
 if TYPE_CHECKING:
-    from embstore.nn.modules import TableModule
+    from embstore.nn.table_module import TableModule
 
 _modules: weakref.WeakValueDictionary[int, TableModule] = weakref.WeakValueDictionary()
 _batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
@@ -189,16 +190,4 @@ def run_in_graph(
     if not factors:
         return outputs
     parts = zip(outputs, offsets, factors, requests, strict=True)
-    return [_pool(vectors, at, factor, request.pooling) for vectors, at, factor, request in parts]
-
-
-def _pool(
-    vectors: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor, pooling: Pooling
-) -> torch.Tensor:
-    """Bags of vectors (n, dim) by torch alone, with gradients for the weights (n)."""
-    lengths = offsets.diff()
-    bags = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=vectors.shape[0])
-    if pooling == Pooling.MEAN:
-        weights = weights / lengths.index_select(0, bags)
-    terms = (vectors * weights.unsqueeze(1)).to(vectors.dtype)
-    return vectors.new_zeros(lengths.shape[0], vectors.shape[1]).index_add(0, bags, terms)
+    return [pool(vectors, at, factor, request.pooling) for vectors, at, factor, request in parts]

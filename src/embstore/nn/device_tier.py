@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from embstore.arrays import as_integer
 from embstore.nn.batch import Access, Pooling, Request
+from embstore.nn.pooling import check_offsets, pool
 from embstore.optimizers import SGD, Adagrad, Adam, AdamW, EpsPlacement, Optimizer
 from embstore.options import DType
 from embstore.slot_map import Pairs, SlotMap
@@ -226,13 +227,7 @@ def run_on_device(
     if request.pooling == Pooling.NONE:
         return vectors
     assert request.offsets is not None
-    lengths = request.offsets.diff()
-    if (lengths < 0).any() or request.offsets[0] != 0 or request.offsets[-1] != request.keys.numel():
-        raise ValueError(f"offsets should rise from 0 to {request.keys.numel()} but are: {request.offsets}")
-    bag_of = torch.repeat_interleave(torch.arange(request.bags), lengths).to(tier.device)
-    given = weights if weights is not None else request.weights
-    if given is not None:
-        vectors = vectors * given.reshape(-1, 1).to(vectors)
-    if request.pooling == Pooling.MEAN:
-        vectors = vectors / lengths.to(vectors).index_select(0, bag_of).unsqueeze(1)
-    return vectors.new_zeros(request.bags, tier.table.dim).index_add(0, bag_of, vectors)
+    check_offsets(request.offsets, request.keys.numel())
+    return pool(
+        vectors, request.offsets, weights if weights is not None else request.weights, request.pooling
+    )

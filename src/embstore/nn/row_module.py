@@ -144,6 +144,8 @@ class RowModule(nn.Module):
         assert self.shadow.grad is not None
         largest, _, mark = self.shadow.grad.tolist()
         factor = mark / MARK
+        if abs(factor - 1.0) < 1e-6:  # the mean over ranks that DistributedDataParallel takes, rounded
+            factor = 1.0
         clipped = abs(largest) < self._shown * abs(factor) * (1 - 1e-6)  # more than rounding
         return factor, abs(largest) if clipped else None
 
