@@ -59,7 +59,7 @@ PACKAGE := build/.done-package
 # An editable install keeps a list of modules, so it is repeated when one comes or goes.
 MODULES := build/.modules.$(call checksum,$(sort $(shell find src -name '*.py')))
 
-.PHONY: setup demo test lint format bench sanitize clean help test-cpp test-py
+.PHONY: setup demo test lint format bench sanitize trust clean help test-cpp test-py
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -162,6 +162,9 @@ sanitize: setup  ## the C++ tests under ASan + UBSan, then under TSan
 	  -DEMBSTORE_SANITIZE=thread && $(BIN)/cmake --build build/tsan)
 	@TSAN_OPTIONS=halt_on_error=1 $(NO_RANDOM) \
 	  $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=ignore
+
+trust: setup  ## the long attacks; docs/reliability.md has the last results
+	@$(BIN)/python -m trust.same_bits
 
 clean:  ## remove all that was built; .venv stays
 	@rm -rf build dist src/embstore/_core.pyi .mypy_cache .pytest_cache .ruff_cache .hypothesis

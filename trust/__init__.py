@@ -1,0 +1,1 @@
+"""Programs that attack embstore, for anyone to rerun: `make trust`. docs/reliability.md has the results."""
