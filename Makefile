@@ -164,7 +164,9 @@ sanitize: setup  ## the C++ tests under ASan + UBSan, then under TSan
 	  $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=ignore
 
 trust: setup  ## the long attacks; docs/reliability.md has the last results
+	@$(BIN)/pip install --quiet atheris
 	@$(BIN)/python -m trust.same_bits
+	@$(BIN)/python -m trust.fuzz
 
 clean:  ## remove all that was built; .venv stays
 	@rm -rf build dist src/embstore/_core.pyi .mypy_cache .pytest_cache .ruff_cache .hypothesis

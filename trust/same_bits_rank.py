@@ -44,7 +44,8 @@ class TorchFace:
         if way.below == "ssd":
             self.below = tiers(f"ssd://{folder}/ssd", upper_rows=SMALL)
         elif way.below == "redis":
-            self.below = tiers(f"redis://{redis}/?prefix={folder.name}", upper_rows=SMALL)
+            prefix = "-".join(folder.parts[-3:])  # no other way has it
+            self.below = tiers(f"redis://{redis}/?prefix={prefix}", upper_rows=SMALL)
         self.look_up = self.make()
 
     def make(self) -> Callable[[torch.Tensor], torch.Tensor]:

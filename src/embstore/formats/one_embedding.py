@@ -98,10 +98,11 @@ class StoredTable:
     def blocks(self, dim: int) -> Iterator[Rows]:
         """All rows; what is behind the first `dim` floats is state."""
         for store in self._stores:
-            for keys, raw, scores in store.scan(BLOCK_ROWS):
-                rows = raw.view(np.float32).reshape(len(keys), self.width)
-                values, states = rows[:, :dim].copy(), rows[:, dim:].copy()
-                yield Rows(keys, values, states, np.maximum(scores, np.uint64(1)))
+            with _damage_named(Path(store.path)):
+                for keys, raw, scores in store.scan(BLOCK_ROWS):
+                    rows = raw.view(np.float32).reshape(len(keys), self.width)
+                    values, states = rows[:, :dim].copy(), rows[:, dim:].copy()
+                    yield Rows(keys, values, states, np.maximum(scores, np.uint64(1)))
 
 
 def write(target: Path, tables: Sequence[Columns], snapshot: str, progress: Progress | None) -> None:
