@@ -114,10 +114,11 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
         self._device = device
         fused_params = self.optimizer_args.fused_params(optimizer)
         tables = []
-        for name, option in zip(names, table_options, strict=True):
+        for number, (name, option) in enumerate(zip(names, table_options, strict=True)):
             planned = _planned(option)
             engine = engine_options(name, option.dim or 0, planned, fused_params, torch.initial_seed())
-            tables.append(make_table(engine, planned))
+            rows = option.max_capacity or 1
+            tables.append(make_table(engine, planned, number=number, num_embeddings=rows))
         self.dynamic_tables = dict(zip(names, tables, strict=True))
         features = [self.feature_table_map.count(table) for table in range(len(names))]
         self._lookup: Lookup

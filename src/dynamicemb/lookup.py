@@ -22,7 +22,7 @@ from dynamicemb.tables import DynamicTable
 from embstore.arrays import empty_tensor
 from embstore.distributed.exchange import with_marks
 from embstore.distributed.ranks import Ranks
-from embstore.nn.batch import Access, Batch, Pooling, Request, run_batch
+from embstore.nn.batch import Access, Batch, Pooling, run_batch
 
 
 class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
@@ -145,13 +145,12 @@ class BagLookup(Lookup):
             first, last = bounds[i], bounds[i + 1]
             offsets = batch.offsets[self._ends[i] * samples : self._ends[i + 1] * samples + 1]
             requests.append(
-                Request(
-                    t.table,
+                t.request(
                     batch.keys[first:last],
-                    Pooling.MEAN if alone and mean and batch.weights is None else Pooling.SUM,
-                    offsets - first,
-                    None if batch.weights is None else batch.weights[first:last],
-                    places[0],
+                    pooling=Pooling.MEAN if alone and mean and batch.weights is None else Pooling.SUM,
+                    offsets=offsets - first,
+                    weights=None if batch.weights is None else batch.weights[first:last],
+                    positions=places[0],
                     gradient_positions=places[1],
                 )
             )
@@ -198,8 +197,7 @@ class KeyLookup(Lookup):
             # Runs lie by cell and sender; what each sender gets ends with a mark.
             behind_marks = places if batch.index is None else places + torch.arange(runs) % self._world
             requests.append(
-                Request(
-                    t.table,
+                t.request(
                     batch.keys[first:last],
                     offsets=offsets - first,
                     positions=behind_marks * self._dim,
