@@ -282,6 +282,16 @@ def collection_folders(path: Path) -> list[Path]:
     return [path] if _is_collection(path) else sorted(p for p in path.iterdir() if _is_collection(p))
 
 
+def collection_in(folder: Path) -> str:
+    """The collection whose folder this is. Raises FileNotFoundError, or CheckpointError where it is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"path should be the folder of a collection but is: {folder}")
+    if not _is_collection(folder):
+        raise CheckpointError(what_it_is(folder))
+    of = manifest.Manifest.read(folder)
+    return of.collection if of else name_of(folder.name)
+
+
 def is_log(path: Path) -> bool:
     """Whether a folder holds an increment log."""
     return path.is_dir() and any(re.fullmatch(r"(base|increment)-\d{12}", p.name) for p in path.iterdir())

@@ -98,6 +98,26 @@ def _graph_is_kept() -> bool:
     return asked is None or asked()  # unknown: rows stay pinned until the graph goes
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A training lookup ahead of its forward pass: rows are inserted and pinned, scores and counts renewed.
+
+    slots    of each request
+    vectors  of each request (n, dim) float32: what the keys read that got no row
+    """
+
+    slots: list[_core.SlotList]
+    vectors: list[torch.Tensor]
+
+
+def prepare(requests: Sequence[Request]) -> Prepared:
+    """Makes the training lookup of these requests now; `Batch.prepared` takes it over."""
+    plain = [Request(r.table, r.keys, initial=r.initial, dtype=torch.float32, gate=r.gate) for r in requests]
+    batch = Batch(plain)
+    vectors = batch.forward(Access.TRAIN)
+    return Prepared(batch.slots, vectors)
+
+
 class Batch:
     """The requests of one forward pass, and the rows that it pinned for the backward pass."""
 
@@ -120,13 +140,17 @@ class Batch:
         self.out = out
         self.gradient_scale = gradient_scale
         self.slots: list[_core.SlotList] = []
+        self.prepared: Prepared | None = None
 
     def forward(self, access: Access) -> list[torch.Tensor]:
         """Fills the outputs. Raises (or warns) when keys were refused, as their table asks for."""
+        prepared = self.prepared if access == Access.TRAIN else None
+        if prepared is not None:
+            access, self.slots = Access.READ_INITIAL, prepared.slots  # a training lookup has been made
         outputs, core_requests, kept = [], [], []
         filled = access == Access.READ_ZERO and any(r.missing for r in self.requests)
-        for r in self.requests:
-            admitted, initial = None, r.initial
+        for number, r in enumerate(self.requests):
+            admitted, initial = None, r.initial if prepared is None else prepared.vectors[number]
             if access == Access.TRAIN and r.gate is not None:
                 admitted, initial = r.gate(r.keys)
             elif filled:
@@ -157,7 +181,8 @@ class Batch:
         results = _core.look_up(core_requests, int(Access.READ_INITIAL if filled else access))
         for r, (slots, refused) in zip(self.requests, results, strict=True):
             r.out = None  # the caller's from here on
-            self.slots.append(slots)
+            if prepared is None:
+                self.slots.append(slots)
             if refused:
                 r.table.report_refused(refused, r.keys.numel())
         if self.out is not None:
