@@ -72,17 +72,19 @@ void BindLookup(nb::module_& m) {
           "__init__",
           [](LookupRequest* self, std::shared_ptr<Table> table, uintptr_t keys, int64_t n,
              int pooling, uintptr_t offsets, int64_t bags, uintptr_t weights, uintptr_t out,
-             int out_dtype, int64_t out_stride, uintptr_t positions, uintptr_t initial) {
+             int out_dtype, int64_t out_stride, uintptr_t positions, uintptr_t initial,
+             uintptr_t admitted) {
             new (self) LookupRequest{std::move(table),
                                      {Address<const int64_t>(keys), static_cast<size_t>(n)},
                                      static_cast<Pooling>(pooling),
                                      Offsets(offsets, bags),
                                      Address<const float>(weights),
                                      Address<const float>(initial),
+                                     Address<const uint8_t>(admitted),
                                      View(out, out_dtype, out_stride, positions)};
           },
           "table"_a, "keys"_a, "n"_a, "pooling"_a, "offsets"_a, "bags"_a, "weights"_a, "out"_a,
-          "out_dtype"_a, "out_stride"_a, "positions"_a, "initial"_a = 0);
+          "out_dtype"_a, "out_stride"_a, "positions"_a, "initial"_a = 0, "admitted"_a = 0);
 
   nb::class_<GradientRequest>(m, "GradientRequest")
       .def(

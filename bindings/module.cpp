@@ -28,10 +28,11 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> EmptyBytes(size_t bytes) {
   return {buffer->as<uint8_t>(), {bytes}, owner};
 }
 
-void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_t out) {
+void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_t out,
+              uint64_t rows) {
   if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
-  if (ownership < 0 || ownership > static_cast<int>(Ownership::kXxh64)) {
-    throw InvalidArgument("ownership should be 0, 1 or 2 but is: " + std::to_string(ownership));
+  if (ownership < 0 || ownership > static_cast<int>(Ownership::kContinuous)) {
+    throw InvalidArgument("ownership should be between 0 and 3 but is: " + std::to_string(ownership));
   }
   const auto* from = Address<const int64_t>(keys);
   auto* to = Address<int64_t>(out);
@@ -39,7 +40,7 @@ void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_
   ParallelFor((n + kPerTask - 1) / kPerTask, [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kPerTask, n);
     for (int64_t i = task * kPerTask; i < end; ++i) {
-      to[i] = Owner(from[i], world, static_cast<Ownership>(ownership));
+      to[i] = Owner(from[i], world, static_cast<Ownership>(ownership), rows);
     }
   });
 }
@@ -57,7 +58,7 @@ NB_MODULE(_core, m) {
         "Uninitialised bytes from the engine's pool of recycled outputs.");
   m.def("idle_pool_bytes", &IdleBufferBytes);
   m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a,
-        nb::call_guard<nb::gil_scoped_release>());
+        "rows"_a = 0,         nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "crc32",
       [](uintptr_t data, size_t bytes, uint32_t crc) {

@@ -202,6 +202,12 @@ void BindTable(nb::module_& m) {
           },
           Unlocked())
       .def(
+          "set_uses",
+          [](Table& table, uintptr_t keys, int64_t n, uintptr_t uses) {
+            table.SetUses(Keys(keys, n), Address<const uint32_t>(uses));
+          },
+          Unlocked())
+      .def(
           "initial_values",
           [](const Table& table, uintptr_t keys, int64_t n, uintptr_t values) {
             for (int64_t i = 0; i < n; ++i) {
@@ -318,13 +324,13 @@ void BindTable(nb::module_& m) {
       .def(
           "read",
           [](PySnapshot& self, int64_t max_rows, uintptr_t keys, uintptr_t values, uintptr_t states,
-             uintptr_t scores, uint64_t min_score) {
+             uintptr_t scores, uint64_t min_score, uintptr_t uses) {
             return self.snapshot->Read(max_rows, min_score, Address<int64_t>(keys),
                                        Address<float>(values), Address<float>(states),
-                                       Address<uint64_t>(scores));
+                                       Address<uint64_t>(scores), Address<uint32_t>(uses));
           },
           Unlocked(), "max_rows"_a, "keys"_a, "values"_a, "states"_a, "scores"_a,
-          "min_score"_a = 0);
+          "min_score"_a = 0, "uses"_a = 0);
 }
 
 }  // namespace embstore

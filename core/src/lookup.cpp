@@ -252,7 +252,8 @@ void Run(std::vector<Work>& works, Access access) {
     // Zeros are already there.
     again |= !work.missing.empty() && (access != Access::kReadZero || work.has_store());
     if (access == Access::kTrain) {
-      work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing);
+      work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing,
+                                                work.request->admitted);
     }
   }
   if (!again) return;

@@ -36,7 +36,7 @@ std::vector<Share> SplitCells(std::span<const int64_t> offsets) {
 }  // namespace
 
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
-                Ownership ownership, std::span<const uint8_t> unique) {
+                Ownership ownership, std::span<const uint8_t> unique, uint64_t rows) {
   if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
   const auto n = static_cast<int64_t>(keys.size());
   if (n > INT32_MAX) {
@@ -72,7 +72,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
         distinct[cell] = collector.keys();
       }
       for (const int64_t key : cell_keys(cell)) {
-        ++route.counts[Owner(key, world, ownership) * cells + cell];
+        ++route.counts[Owner(key, world, ownership, rows) * cells + cell];
       }
     }
   });
@@ -95,7 +95,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
       if (is_unique(cell)) places.resize(sent.size());
       int64_t* const place = is_unique(cell) ? places.data() : route.index.data() + begin;
       for (size_t i = 0; i < sent.size(); ++i) {
-        const int64_t at = next[Owner(sent[i], world, ownership)]++;
+        const int64_t at = next[Owner(sent[i], world, ownership, rows)]++;
         route.keys[static_cast<size_t>(at)] = sent[i];
         place[i] = at;
       }

@@ -62,8 +62,8 @@ SavedRows::Block SavedRows::NewBlock() const {
   return block;
 }
 
-void SavedRows::Add(int64_t number, int64_t key, uint64_t score, const std::byte* row,
-                    int64_t bytes) {
+void SavedRows::Add(int64_t number, int64_t key, uint64_t score, uint32_t uses,
+                    const std::byte* row, int64_t bytes) {
   Shard& shard = shards_[number % kShards];
   std::lock_guard guard(shard.mutex);
   if (shard.blocks.empty() || shard.blocks.back().count_ == rows_per_block_) {
@@ -79,7 +79,7 @@ void SavedRows::Add(int64_t number, int64_t key, uint64_t score, const std::byte
     shard.blocks.push_back(std::move(next));
   }
   Block& block = shard.blocks.back();
-  block.buffer_.as<Block::Entry>()[block.count_] = {key, score};
+  block.buffer_.as<Block::Entry>()[block.count_] = {key, score, uses};
   std::memcpy(block.buffer_.as<std::byte>() + block.first_ + block.count_ * row_bytes_, row,
               static_cast<size_t>(bytes));
   ++block.count_;

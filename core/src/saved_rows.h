@@ -23,6 +23,7 @@ class SavedRows {
     int64_t count() const { return count_; }
     int64_t key(int64_t i) const { return buffer_.as<Entry>()[i].key; }
     uint64_t score(int64_t i) const { return buffer_.as<Entry>()[i].score; }
+    uint32_t uses(int64_t i) const { return buffer_.as<Entry>()[i].uses; }
     const std::byte* row(int64_t i) const { return buffer_.as<std::byte>() + first_ + i * bytes_; }
 
    private:
@@ -30,6 +31,7 @@ class SavedRows {
     struct Entry {
       int64_t key;
       uint64_t score;
+      uint32_t uses;
     };
     RecycledBuffer buffer_;  // entries, then rows; empty while the block is in the file
     int64_t count_ = 0, first_ = 0, bytes_ = 0;
@@ -43,7 +45,8 @@ class SavedRows {
 
   // Copies `bytes` of a row, row_bytes at most. `number` spreads threads over locks. Throws
   // OutOfMemory, or std::system_error where the file cannot be written, and saves nothing then.
-  void Add(int64_t number, int64_t key, uint64_t score, const std::byte* row, int64_t bytes);
+  void Add(int64_t number, int64_t key, uint64_t score, uint32_t uses, const std::byte* row,
+           int64_t bytes);
   // Takes a block, or with full_only one that is full; false when there is none.
   bool Take(Block& block, bool full_only);
   void Clear();

@@ -26,6 +26,7 @@ struct Snapshot::Output {
   float* values;
   float* states;
   uint64_t* scores;
+  uint32_t* uses;
   uint64_t min_score;
   int64_t count = 0;
 };
@@ -126,8 +127,8 @@ void Snapshot::Save(const IndexEntry& entry) {
     if (!state.compare_exchange_weak(seen, kSaving, std::memory_order_acq_rel)) continue;
     try {
       if (!failed_.load(std::memory_order_relaxed)) {
-        saved_->Add(entry.row, entry.key, entry.score, table_->rows_.at(entry.row),
-                    table_->row_stride_);
+        saved_->Add(entry.row, entry.key, entry.score, table_->uses(entry.row),
+                    table_->rows_.at(entry.row), table_->row_stride_);
       }
     } catch (...) {
       Fail();
@@ -138,11 +139,13 @@ void Snapshot::Save(const IndexEntry& entry) {
   }
 }
 
-void Snapshot::Emit(int64_t key, uint64_t score, const std::byte* row, Output& out) const {
+void Snapshot::Emit(int64_t key, uint64_t score, uint32_t uses, const std::byte* row,
+                    Output& out) const {
   if (score < out.min_score) return;
   const Table& table = *table_;
   out.keys[out.count] = key;
   out.scores[out.count] = score;
+  if (out.uses) out.uses[out.count] = uses;
   if (out.values) {
     ActiveKernels().load_vector(row, table.options_.dim, table.options_.dtype,
                                 out.values + out.count * table.options_.dim);
@@ -171,6 +174,7 @@ bool Snapshot::Walk(Output& out, int64_t room) {
       const int64_t to = out.count + std::ssize(numbers);
       out.keys[to] = entry.key;
       out.scores[to] = entry.score;
+      if (out.uses) out.uses[to] = table_->uses(entry.row);
       numbers.push_back(entry.row);
     });
   }
@@ -198,7 +202,7 @@ void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> abse
         if (place >= 0 && at->below_->marked(place)) continue;
         const FetchedRow row = below.Find(keys[i]);
         if (row.data) {
-          at->saved_->Add(i, keys[i], row.score, row.data, table_->stored_row_bytes());
+          at->saved_->Add(i, keys[i], row.score, 0, row.data, table_->stored_row_bytes());
         } else if (place >= 0) {
           ThrowLost(keys[i]);
         }
@@ -320,17 +324,17 @@ bool Snapshot::ReadBelow(Output& out, int64_t room) {
   for (const int64_t key : ours) {
     const FetchedRow row = rows.Find(key);
     if (!row.data) ThrowLost(key);
-    Emit(key, row.score, row.data, out);
+    Emit(key, row.score, 0, row.data, out);
   }
   return true;
 }
 
 int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, float* values,
-                       float* states, uint64_t* scores) {
+                       float* states, uint64_t* scores, uint32_t* uses) {
   if (max_rows < 1) {
     throw InvalidArgument("max_rows should be at least 1 but is: " + std::to_string(max_rows));
   }
-  Output out{keys, values, states, scores, min_score};
+  Output out{keys, values, states, scores, uses, min_score};
   bool walked = false, all_given = false;
   while (out.count < max_rows) {
     RethrowFailure();
@@ -344,7 +348,7 @@ int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, floa
       const int64_t n = std::min(rest_->block.count() - rest_->next, max_rows - out.count);
       for (const int64_t end = rest_->next + n; rest_->next < end; ++rest_->next) {
         Emit(rest_->block.key(rest_->next), rest_->block.score(rest_->next),
-             rest_->block.row(rest_->next), out);
+             rest_->block.uses(rest_->next), rest_->block.row(rest_->next), out);
       }
       if (n > 0) continue;
     }

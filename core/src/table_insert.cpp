@@ -295,8 +295,19 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
   stats_.inserts += rest.size();
 }
 
-std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing) {
-  if (!admission_ || missing.empty()) return {};
+std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing,
+                                   const uint8_t* admitted) {
+  if (missing.empty()) return {};
+  if (admitted) {
+    std::vector<uint32_t> waiting;
+    std::erase_if(missing, [&](uint32_t i) {
+      if (!admitted[i]) waiting.push_back(i);
+      return !admitted[i];
+    });
+    stats_.unadmitted += std::ssize(waiting);
+    return waiting;
+  }
+  if (!admission_) return {};
   // Keys that come once or twice outnumber those that stay.
   constexpr int64_t kTrackedPerRow = 4;
   admission_->Reserve(kTrackedPerRow * index_->capacity());

@@ -214,6 +214,19 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   return refused;
 }
 
+void Table::SetUses(std::span<const int64_t> keys, const uint32_t* uses) {
+  std::unique_lock guard(lock_);
+  RequireOpen();
+  if (!counts_apart()) return;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const Slot slot = index_->Find(keys[i]);
+    if (slot == kNoSlot) continue;
+    const IndexEntry entry = index_->entry(slot);
+    if (watched()) BeforeChange(entry);
+    uses_[static_cast<size_t>(entry.row)] = std::min(uses[i], UINT32_MAX / 2);
+  }
+}
+
 int64_t Table::Erase(std::span<const int64_t> keys) {
   std::unique_lock guard(lock_);
   RequireOpen();

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +32,14 @@ from dynamicemb.checkpoint_files import (
 )
 from dynamicemb.enumerations import MAX_BUCKET_CAPACITY, DynamicEmbPoolingMode
 from dynamicemb.lookup import BagLookup, KeyLookup, Lookup
-from dynamicemb.optimizers import OptimizerArgs
+from dynamicemb.optimizers import UNUSED_MATHEMATICS, OptimizerArgs
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.routing import Cell, OwnedKeys
-from dynamicemb.scores import get_score, set_score
 from dynamicemb.tables import HoldsDynamicTables, engine_options, make_table
 from dynamicemb.unavailable import unavailable_class
+from dynamicemb.views import TablesByName
 from embstore.distributed.ranks import Ranks
-from embstore.nn.batch import as_key_tensor, as_weights
+from embstore.nn.batch import Prepared, as_key_tensor, as_weights, prepare
 
 __all__ = [
     "BatchedDynamicEmbeddingTables",
@@ -52,9 +53,26 @@ __all__ = [
 ]
 
 _OPTIMIZER_ARGS = {field.name for field in dataclasses.fields(OptimizerArgs)}
+_NUMBERS = (  # of V2 after `optimizer`, by position
+    "stochastic_rounding",
+    "gradient_clipping",
+    "max_gradient",
+    "max_norm",
+    "learning_rate",
+    "eps",
+    "initial_accumulator_value",
+    "momentum",
+    "weight_decay",
+    "weight_decay_mode",
+    "eta",
+    "beta1",
+    "beta2",
+    "counter_based_regularization",
+    "cowclip_regularization",
+)
 
 
-class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
+class BatchedDynamicEmbeddingTables(TablesByName, HoldsDynamicTables, nn.Module):
     """Looks up the features of a batch in their tables, and trains the rows in backward.
 
     table_options      of each table; `dim` and `max_capacity` have to be set
@@ -100,10 +118,14 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
                 if getattr(option, name) in (None, -1):
                     raise ValueError(f"{name} of table_options should be set but is: {getattr(option, name)}")
         self.feature_table_map = _checked_map(feature_table_map, len(names))
+        self._features = len(self.feature_table_map)
+        self._prefetches = False
+        self._queue: deque[tuple[torch.Tensor, Prepared]] = deque()
         self.pooling_mode = DynamicEmbPoolingMode(pooling_mode)
         dims = [option.dim or 0 for option in table_options]
         if self.pooling_mode == DynamicEmbPoolingMode.NONE and len(set(dims)) > 1:
             raise ValueError(f"dim should be the same for all tables without pooling but is: {dims}")
+        refused = {name: keywords.pop(name) for name in UNUSED_MATHEMATICS if name in keywords}
         unknown = [name for name in keywords if name not in _OPTIMIZER_ARGS]
         if unknown:
             warnings.warn(
@@ -112,12 +134,13 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
         known = {name: value for name, value in keywords.items() if name in _OPTIMIZER_ARGS}
         self.optimizer_args = OptimizerArgs(**known)
         self._device = device
-        fused_params = self.optimizer_args.fused_params(optimizer)
+        fused_params = {**self.optimizer_args.fused_params(optimizer), **refused}
         tables = []
-        for name, option in zip(names, table_options, strict=True):
+        for number, (name, option) in enumerate(zip(names, table_options, strict=True)):
             planned = _planned(option)
             engine = engine_options(name, option.dim or 0, planned, fused_params, torch.initial_seed())
-            tables.append(make_table(engine, planned))
+            rows = option.max_capacity or 1
+            tables.append(make_table(engine, planned, number=number, num_embeddings=rows))
         self.dynamic_tables = dict(zip(names, tables, strict=True))
         features = [self.feature_table_map.count(table) for table in range(len(names))]
         self._lookup: Lookup
@@ -128,10 +151,6 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
         else:
             means = [self.pooling_mode == DynamicEmbPoolingMode.MEAN] * len(names)
             self._lookup = BagLookup(tables, output_dtype, Ranks(), features, means)
-
-    @property
-    def table_names(self) -> list[str]:
-        return list(self.dynamic_tables)
 
     def forward(
         self,
@@ -144,65 +163,175 @@ class BatchedDynamicEmbeddingTables(HoldsDynamicTables, nn.Module):
     ) -> torch.Tensor:
         """Vectors of indices (n) whose bags begin at offsets (features x samples + 1), feature by feature:
         (samples, columns of all features), or (n, dim) without pooling."""
-        for name, value in (
-            ("feature_requires_grad", feature_requires_grad),
-            ("batch_size_per_feature_per_rank", batch_size_per_feature_per_rank),
-        ):
-            if value is not None:
-                raise ValueError(f"{name} should be None but is: {value!r}")
+        if feature_requires_grad is not None:
+            raise ValueError(f"feature_requires_grad should be None but is: {feature_requires_grad!r}")
         self.check_trained()
+        keys, starts, samples = self._checked(indices, offsets, batch_size_per_feature_per_rank)
+        device = self._device if self._device is not None and indices.device.type == "cpu" else indices.device
+        if self.pooling_mode == DynamicEmbPoolingMode.NONE:
+            return self._single(keys, starts, samples, device, per_sample_weights)
+        weights = None if per_sample_weights is None else as_weights(per_sample_weights, keys.numel())
+        if weights is not None and self.pooling_mode == DynamicEmbPoolingMode.MEAN:
+            lengths = starts.diff()
+            weights = weights / lengths.repeat_interleave(lengths)  # as FBGEMM: by length, not by weight
+        return self._look_up(OwnedKeys(keys, starts, device, weights, samples=[samples]), samples)
+
+    def _checked(
+        self, indices: torch.Tensor, offsets: torch.Tensor, batch_sizes: list[list[int]] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Keys, offsets and the number of samples of a batch."""
+        if batch_sizes is not None:
+            raise ValueError(f"batch_size_per_feature_per_rank should be None but is: {batch_sizes!r}")
         keys, starts = as_key_tensor(indices, "indices"), as_key_tensor(offsets, "offsets")
-        features = len(self.feature_table_map)
-        samples, rest = divmod(starts.numel() - 1, features)
+        samples, rest = divmod(starts.numel() - 1, self._features)
         if rest or starts.numel() == 0:
             raise ValueError(
-                f"offsets should have samples x {features} features + 1 elements but has: {starts.numel()}"
+                f"offsets should have samples x {self._features} features + 1 elements "
+                f"but has: {starts.numel()}"
             )
         if int(starts[0]) != 0 or int(starts[-1]) != keys.numel() or bool((starts[1:] < starts[:-1]).any()):
             raise ValueError(
                 f"offsets should ascend from 0 to the number of indices, {keys.numel()}, but is: {starts}"
             )
-        device = self._device if self._device is not None and indices.device.type == "cpu" else indices.device
-        pooled = self.pooling_mode != DynamicEmbPoolingMode.NONE
-        if per_sample_weights is not None and not pooled:
-            raise ValueError("per_sample_weights should be None without pooling")
-        weights = None if per_sample_weights is None else as_weights(per_sample_weights, keys.numel())
-        if weights is not None and self.pooling_mode == DynamicEmbPoolingMode.MEAN:
-            lengths = starts.diff()
-            weights = weights / lengths.repeat_interleave(lengths)  # as FBGEMM: by length, not by weight
-        if not pooled:
-            # of each feature; a batch without samples has nothing in any of them
-            starts = starts[::samples].clone() if samples else torch.zeros(features + 1, dtype=torch.int64)
-            return self._lookup(OwnedKeys(keys, starts, device, runs=starts[:-1]))
-        return self._lookup(OwnedKeys(keys, starts, device, weights, samples=[samples]))
+        return keys, starts, samples
 
-    def set_learning_rate(self, lr: float) -> None:
-        """For all tables, from the next update on."""
-        for table in self.dynamic_tables.values():
-            table.load_optimizer_args({"lr": lr})
+    def _single(
+        self,
+        keys: torch.Tensor,
+        starts: torch.Tensor,
+        samples: int,
+        device: torch.device,
+        counts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A vector for every key. `counts`: how often each of them occurred."""
+        # of each feature; a batch without samples has nothing in any of them
+        starts = starts[::samples].clone() if samples else torch.zeros(self._features + 1, dtype=torch.int64)
+        if counts is None:
+            return self._look_up(OwnedKeys(keys, starts, device, runs=starts[:-1]), 1)
+        often = _as_counts(counts, keys.numel())
+        ends = torch.cat([often.new_zeros(1), often.cumsum(0)])
+        written_out = keys.repeat_interleave(often)
+        starts = ends[starts]
+        vectors = self._look_up(OwnedKeys(written_out, starts, device, runs=starts[:-1]), 1)
+        return vectors[ends[:-1].to(device)]
 
-    def get_score(self) -> dict[str, int]:
-        """The score that the next training forward will give its keys, by table."""
-        return (get_score(self) or {}).get("model", {})
+    def _look_up(self, owned: OwnedKeys, samples: int) -> torch.Tensor:
+        self._take_prefetched(owned.keys)
+        recorded = self.cache.stats() if self.training and self.cache is not None else None
+        vectors: torch.Tensor = self._lookup(owned)
+        if recorded is not None and self.cache is not None:
+            self.cache.record(recorded, self._keys_by_table(owned.keys, owned.offsets, samples))
+        return vectors
 
-    def set_score(self, named_score: dict[str, int]) -> None:
-        """Sets the scores of CUSTOMIZED tables, by name."""
-        set_score(self, {"model": named_score})
+    def _keys_by_table(
+        self, keys: torch.Tensor, offsets: torch.Tensor, samples: int
+    ) -> dict[str, torch.Tensor]:
+        ends = [0, *(self.feature_table_map.index(t + 1) for t in range(self.feature_table_map[-1]))]
+        bounds = [int(offsets[end * samples]) for end in [*ends, self._features]]
+        pieces = [keys[first:last] for first, last in zip(bounds, bounds[1:])]
+        return dict(zip(self.dynamic_tables, pieces, strict=True))
+
+    # ---- prefetch
+
+    @property
+    def enable_prefetch(self) -> bool:
+        """Whether `prefetch` makes lookups ahead; without it does nothing."""
+        return self._prefetches
+
+    @enable_prefetch.setter
+    def enable_prefetch(self, value: bool) -> None:
+        self._prefetches = bool(value)
+
+    def prefetch(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        forward_stream: Any = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+        frequency_counters: torch.Tensor | None = None,
+    ) -> None:
+        """Makes the training lookup of a coming batch: keys are inserted, scores renewed, and the rows stay
+        until the forward pass of the same batch. Forward passes come in the order of these calls. Does
+        nothing in eval.
+
+        frequency_counters  how often each index occurred
+        """
+        if not self.training or not self._prefetches:
+            return
+        self.check_trained()
+        keys, starts, samples = self._checked(indices, offsets, batch_size_per_feature_per_rank)
+        if frequency_counters is not None:
+            often = _as_counts(frequency_counters, keys.numel())
+            ends = torch.cat([often.new_zeros(1), often.cumsum(0)])
+            keys, starts = keys.repeat_interleave(often), ends[starts]
+        pieces = self._keys_by_table(keys, starts, samples)
+        requests = [table.request(pieces[name]) for name, table in self.dynamic_tables.items()]
+        self._queue.append((keys, prepare(requests)))
+
+    def _take_prefetched(self, keys: torch.Tensor) -> None:
+        if not self.training or not self._queue:
+            return
+        queued, prepared = self._queue[0]
+        if not torch.equal(queued, keys):
+            raise ValueError(
+                f"indices should be those of the oldest prefetch, {queued.tolist()[:8]}..., but are: "
+                f"{keys.tolist()[:8]}..."
+            )
+        self._queue.popleft()
+        self._lookup.prepared = prepared
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
         """A placeholder without rows for each table: rows are read by `DynamicEmbDump` and `Table.rows()`."""
         return [weight.detach() for _, weight in self._lookup.named_parameters_by_table()]
 
-    def flush(self) -> None:
-        """Nothing is cached."""
 
-    def reset_cache_states(self) -> None:
-        """Nothing is cached."""
+class BatchedDynamicEmbeddingTablesV2(BatchedDynamicEmbeddingTables):
+    """`BatchedDynamicEmbeddingTables` with the order of arguments of the current original package.
+
+    prefetch_pipeline  whether `prefetch` makes lookups ahead
+
+    Without pooling, per_sample_weights are how often each index occurred.
+    """
+
+    def __init__(
+        self,
+        table_options: Sequence[DynamicEmbTableOptions],
+        table_names: Sequence[str] | None = None,
+        feature_table_map: Sequence[int] | None = None,
+        use_index_dedup: bool = False,
+        prefetch_pipeline: bool = False,
+        pooling_mode: DynamicEmbPoolingMode = DynamicEmbPoolingMode.SUM,
+        output_dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        enforce_hbm: bool = False,
+        bounds_check_mode: Any = None,
+        optimizer: EmbOptimType = EmbOptimType.SGD,
+        *numbers: Any,
+        **keywords: Any,
+    ) -> None:
+        if len(numbers) > len(_NUMBERS):
+            raise TypeError(f"arguments should be at most {11 + len(_NUMBERS)} but are: {11 + len(numbers)}")
+        given = dict(zip(_NUMBERS, numbers))
+        twice = sorted(given.keys() & keywords.keys())
+        if twice:
+            raise TypeError(f"arguments should be given once but these are given twice: {twice}")
+        super().__init__(
+            table_options,
+            table_names,
+            feature_table_map,
+            use_index_dedup,
+            pooling_mode,
+            output_dtype,
+            device,
+            enforce_hbm,
+            bounds_check_mode,
+            optimizer,
+            **given,
+            **keywords,
+        )
+        self.enable_prefetch = prefetch_pipeline
 
 
-BatchedDynamicEmbeddingTablesV2 = unavailable_class(
-    "BatchedDynamicEmbeddingTablesV2", __name__, "use BatchedDynamicEmbeddingTables of this module"
-)
 StorageLayout = unavailable_class(
     "StorageLayout", __name__, "rows live in host memory, or below it in `external_storage`"
 )
@@ -215,6 +344,17 @@ def _planned(option: DynamicEmbTableOptions) -> DynamicEmbTableOptions:
         dtype = option.embedding_dtype or torch.float32
         return option.completed(num_embeddings=rows, dim=dim, rows=rows, dtype=dtype)
     return dataclasses.replace(option, init_capacity=option.init_capacity or option.max_capacity)
+
+
+def _as_counts(counts: torch.Tensor, n: int) -> torch.Tensor:
+    """How often each of n indices occurred, int64 on the CPU. The original keeps them as floats."""
+    often = counts.detach().to("cpu").reshape(-1)
+    whole = often.to(torch.int64)
+    if often.numel() != n or not bool((whole == often).all()) or (n and int(whole.min()) < 1):
+        raise ValueError(
+            f"per_sample_weights without pooling are counts: {n} integers of at least 1, but are: {counts!r}"
+        )
+    return whole
 
 
 def _checked_map(feature_table_map: Sequence[int] | None, tables: int) -> list[int]:

@@ -1,78 +1,40 @@
-"""The dynamic tables of a model, by the path of their collection.
-
-    find_collections(dmp)     {"model.sparse.ebc": Collection(path, tables={"user": DynamicTable, ...})}
-
-The root of a path is called "model"; wrappers (DMP, DDP, FSDP) do not show in it.
-"""
+"""Sharded collections of a model and views of their dynamic tables, for tools."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dynamicemb.tables import DynamicTable, HoldsDynamicTables
-from dynamicemb.views import TablesView, view_of
+from dynamicemb.model_walk import Collection, find_collections, resolve, walk_modules
+from dynamicemb.tables import HoldsDynamicTables
+from dynamicemb.views import TablesByName, view_of
 
-WRAPPERS = (DistributedModelParallel, DistributedDataParallel, FullyShardedDataParallel)
+__all__ = [
+    "Collection",
+    "check_emb_collection_modules",
+    "find_collections",
+    "find_sharded_modules",
+    "get_dynamic_emb_module",
+    "resolve",
+]
+
 SHARDED = (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
-
-
-@dataclass(eq=False)
-class Collection:
-    """A sharded collection that has dynamic tables."""
-
-    path: str
-    tables: dict[str, DynamicTable] = field(default_factory=dict)
-
-
-def find_collections(model: nn.Module) -> dict[str, Collection]:
-    """Every collection with dynamic tables, keyed by its full path, in the order of the model."""
-    found: dict[str, Collection] = {}
-    for path, module in _walk(model, "model", HoldsDynamicTables):
-        if isinstance(module, HoldsDynamicTables) and module.dynamic_tables:
-            found[path] = Collection(path, dict(module.dynamic_tables))
-    return found
-
-
-def _walk(model: nn.Module, root: str, leaves: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its path, once, wrappers left out; what is inside of `leaves` is not looked at."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        while isinstance(module, WRAPPERS):
-            module = module.module
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield path, module
-        if not isinstance(module, leaves):
-            for name, child in module.named_children():
-                yield from walk(child, f"{path}.{name}")
-
-    yield from walk(model, root)
 
 
 def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, str, nn.Module]]:
     """(path, name, module) of every sharded collection, of static ones too. The root is called "model", or
     as `path` says; the name is the last component of the path."""
     found: list[tuple[str, str, nn.Module]] = []
-    for child_path, child in _walk(module, path or "model", SHARDED):
+    for child_path, child in walk_modules(module, path or "model", SHARDED):
         if isinstance(child, SHARDED):
             found.append((child_path, child_path.rpartition(".")[2], child))
     return found
 
 
-def check_emb_collection_modules(module: nn.Module, ret_list: list[TablesView]) -> list[TablesView]:
+def check_emb_collection_modules(module: nn.Module, ret_list: list[TablesByName]) -> list[TablesByName]:
     """Adds the views of the dynamic tables in `module` to the list, each once, and returns it."""
-    for _, child in _walk(module, "model", HoldsDynamicTables):
+    for _, child in walk_modules(module, "model", HoldsDynamicTables):
         if isinstance(child, HoldsDynamicTables) and child.dynamic_tables:
             view = view_of(child, child.dynamic_tables)
             if not any(known is view for known in ret_list):
@@ -80,20 +42,6 @@ def check_emb_collection_modules(module: nn.Module, ret_list: list[TablesView]) 
     return ret_list
 
 
-def get_dynamic_emb_module(model: nn.Module) -> list[TablesView]:
+def get_dynamic_emb_module(model: nn.Module) -> list[TablesByName]:
     """A view of the dynamic tables of each collection, the same objects at every call."""
     return check_emb_collection_modules(model, [])
-
-
-def resolve(collections: Mapping[str, Collection], name: str) -> Collection | None:
-    """The collection of this full path, or else the one whose last component it is.
-
-    None when there is none. Raises ValueError when several have this last component.
-    """
-    if name in collections:
-        return collections[name]
-    matches = [c for path, c in collections.items() if path.rpartition(".")[2] == name]
-    if len(matches) > 1:
-        paths = ", ".join(c.path for c in matches)
-        raise ValueError(f"the collection {name!r} should be named by its full path, one of {paths}")
-    return matches[0] if matches else None

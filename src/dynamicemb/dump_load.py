@@ -86,6 +86,10 @@ def DynamicEmbDump(
         layout=layout,
         async_=async_,
         overwrite=allow_overwrite,
+        counts={
+            c: {n: t.gate.counts() for n, t in named.items() if t.gate and counter is not False}
+            for c, named in selected.items()
+        },
     )
 
 
@@ -116,6 +120,12 @@ def DynamicEmbLoad(
         optim=bool(optim),
         group=pg or _tables(selected)[0].process_group,
         ownership={c: {n: t.ownership for n, t in named.items()} for c, named in selected.items()},
+        allow_missing=table_names is None,
+        allow_other_optimizer=True,
+        counts={
+            c: {n: t.gate.replace_counts for n, t in named.items() if t.gate and counter is not False}
+            for c, named in selected.items()
+        },
     )
     if optim:
         for table in _tables(selected):

@@ -6,23 +6,26 @@ DynamicEmbTableOptions(admit_strategy=FrequencyAdmissionStrategy(3), admission_c
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dynamicemb.enumerations import DynamicEmbInitializerArgs
 from dynamicemb.initializer import create_initializer_from_args
 from dynamicemb.types import AdmissionStrategy, Counter, MemoryType
+from embstore.key_counts import KeyCounts
 
 
 @dataclass
 class KVCounter:
     """The size of the counter of a table: how many keys without a row a rank counts at once.
 
-    capacity, bucket_capacity, key_type  as in the original package. A table here counts in its own filter,
-    which has room for several keys a row, so these have no effect on it; `MultiTableKVCounter` uses them.
+    capacity         keys at most; the smallest counts give way
+    bucket_capacity  no effect: the smallest are looked for among all
+    key_type         torch.int64
     """
 
     capacity: int
@@ -40,9 +43,7 @@ class MultiTableKVCounter(Counter):
     def __init__(self, kv_counters: Sequence[KVCounter], device: torch.device | None = None) -> None:
         if not kv_counters:
             raise ValueError("kv_counters should have at least one KVCounter but is empty")
-        self._capacities = [counter.capacity for counter in kv_counters]
-        self._counts: list[dict[int, int]] = [{} for _ in kv_counters]
-        self._device = device
+        self.counts = [KeyCounts(counter.capacity) for counter in kv_counters]
 
     def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
         if not keys.numel() == table_ids.numel() == frequencies.numel():
@@ -50,29 +51,26 @@ class MultiTableKVCounter(Counter):
                 f"keys, table_ids and frequencies should be of one length but are of: "
                 f"{keys.numel()}, {table_ids.numel()}, {frequencies.numel()}"
             )
-        sums = []
-        triples = zip(keys.tolist(), table_ids.tolist(), frequencies.tolist(), strict=True)
-        for key, table, frequency in triples:
-            counts = self._counts[table]
-            counts[key] = counts.get(key, 0) + frequency
-            sums.append(counts[key])
-        for table in set(table_ids.tolist()):
-            self._shrink(table)
-        return torch.tensor(sums, dtype=torch.int64, device=keys.device)
+        sums = torch.empty(keys.numel(), dtype=torch.int64)
+        for table, places in self._places(table_ids):
+            found = self.counts[table].add(_numpy(keys)[places], _numpy(frequencies)[places])
+            sums[torch.from_numpy(places)] = torch.from_numpy(found)
+        return sums.to(keys.device)
 
-    def _shrink(self, table: int) -> None:
-        counts, capacity = self._counts[table], self._capacities[table]
-        if len(counts) > capacity:
-            largest = sorted(counts.items(), key=operator.itemgetter(1), reverse=True)[:capacity]
-            self._counts[table] = dict(largest)
+    def _places(self, table_ids: torch.Tensor) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        ids = _numpy(table_ids)
+        for table in np.unique(ids).tolist():
+            if not 0 <= table < len(self.counts):
+                raise ValueError(f"table_ids should be from 0 to {len(self.counts) - 1} but one is: {table}")
+            yield table, np.flatnonzero(ids == table)
 
     def erase(self, keys: torch.Tensor, table_ids: torch.Tensor) -> None:
-        for key, table in zip(keys.tolist(), table_ids.tolist(), strict=True):
-            self._counts[table].pop(key, None)
+        for table, places in self._places(table_ids):
+            self.counts[table].erase(_numpy(keys)[places])
 
     def memory_usage(self, mem_type: MemoryType = MemoryType.DEVICE) -> int:
         """Bytes of keys and counts; they are in host memory."""
-        return 16 * sum(map(len, self._counts)) if mem_type is MemoryType.HOST else 0
+        return sum(counts.bytes for counts in self.counts) if mem_type is MemoryType.HOST else 0
 
     def load(self, key_file: str, counter_file: str, table_id: int) -> None:
         keys, counts = np.fromfile(key_file, np.int64), np.fromfile(counter_file, np.int64)
@@ -80,23 +78,25 @@ class MultiTableKVCounter(Counter):
             raise ValueError(
                 f"{counter_file}: expected {len(keys)} counts as {key_file} has keys, found {len(counts)}"
             )
-        of_table = self._counts[table_id]
-        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
-            of_table[key] = of_table.get(key, 0) + count
-        self._shrink(table_id)
+        self.counts[table_id].add(keys, counts)
 
     def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
-        counts = self._counts[table_id]
-        np.fromiter(counts.keys(), np.int64, len(counts)).tofile(key_file)
-        np.fromiter(counts.values(), np.int64, len(counts)).tofile(counter_file)
+        keys, counts = self.counts[table_id].items()
+        keys.tofile(key_file)
+        counts.tofile(counter_file)
+
+
+def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
+    return tensor.to("cpu", torch.int64).numpy()
 
 
 @dataclass(frozen=True)
 class FrequencyAdmissionStrategy(AdmissionStrategy):
     """A key gets a row once it was seen `threshold` times in training; 0 and 1: at once.
 
-    Until then its vector is its initial value and its gradient is dropped. Counting takes about two
-    bytes for each key that was seen. Any threshold can be written down; a table takes up to 255.
+    Until then its vector is that of `initializer_args` and its gradient is dropped. A table with an
+    `admission_counter`, a threshold above 255 or `initializer_args` counts exactly, at about 40 bytes a key;
+    any other in a filter of two bytes a key, which admits a few keys early.
 
     initializer_args  the vector of keys without a row; None: the table's initializer
     """

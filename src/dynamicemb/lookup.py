@@ -22,7 +22,7 @@ from dynamicemb.tables import DynamicTable
 from embstore.arrays import empty_tensor
 from embstore.distributed.exchange import with_marks
 from embstore.distributed.ranks import Ranks
-from embstore.nn.batch import Access, Batch, Pooling, Request, run_batch
+from embstore.nn.batch import Access, Batch, Pooling, Prepared, run_batch
 
 
 class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
@@ -39,6 +39,7 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
             placeholder = nn.Parameter(torch.empty(0, t.table.dim))
             placeholder._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
             self._placeholders[t.name] = placeholder
+        self.prepared: Prepared | None = None  # of the next training forward
         self._optimizer = DynamicEmbeddingFusedOptimizer(
             {f"{name}.weight": p for name, p in self._placeholders.items()},
             {t.name: t.table for t in self._tables},
@@ -55,6 +56,9 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
         for t in self._tables:
             t.sync_learning_rate()
         return 1.0 / self._world if comm_ops.get_gradient_division() else 1.0
+
+    def prefetch(self, sparse_features: Any, forward_stream: Any = None) -> None:
+        """TorchRec calls this a batch ahead. Rows are in host memory, so there is nothing to bring near."""
 
     @property
     def _access(self) -> Access:
@@ -145,13 +149,12 @@ class BagLookup(Lookup):
             first, last = bounds[i], bounds[i + 1]
             offsets = batch.offsets[self._ends[i] * samples : self._ends[i + 1] * samples + 1]
             requests.append(
-                Request(
-                    t.table,
+                t.request(
                     batch.keys[first:last],
-                    Pooling.MEAN if alone and mean and batch.weights is None else Pooling.SUM,
-                    offsets - first,
-                    None if batch.weights is None else batch.weights[first:last],
-                    places[0],
+                    pooling=Pooling.MEAN if alone and mean and batch.weights is None else Pooling.SUM,
+                    offsets=offsets - first,
+                    weights=None if batch.weights is None else batch.weights[first:last],
+                    positions=places[0],
                     gradient_positions=places[1],
                 )
             )
@@ -163,6 +166,7 @@ class BagLookup(Lookup):
             gradient_scale=self._begin_step(),
             arrange=self._arranged,
         )
+        whole.prepared, self.prepared = self.prepared, None
         if alone:
             (out,) = run_batch(whole, self._access, self._anchor)
         else:
@@ -198,8 +202,7 @@ class KeyLookup(Lookup):
             # Runs lie by cell and sender; what each sender gets ends with a mark.
             behind_marks = places if batch.index is None else places + torch.arange(runs) % self._world
             requests.append(
-                Request(
-                    t.table,
+                t.request(
                     batch.keys[first:last],
                     offsets=offsets - first,
                     positions=behind_marks * self._dim,
@@ -213,6 +216,7 @@ class KeyLookup(Lookup):
             out=empty_tensor((batch.keys.numel() + marks, self._dim), self._dtype),
             gradient_scale=self._begin_step(),
         )
+        whole.prepared, self.prepared = self.prepared, None
         if batch.index is None:
             (out,) = run_batch(whole, self._access, self._anchor)
         else:

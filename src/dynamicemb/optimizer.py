@@ -15,6 +15,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from dynamicemb.optimizers import OptimizerArgs
 from dynamicemb.sizing import get_optimizer_ckpt_state_dim, get_optimizer_state_dim
+from dynamicemb.tables import DynamicTable
 
 __all__ = [
     "AdaGradDynamicEmbeddingOptimizer",
@@ -106,6 +107,26 @@ class AdaGradDynamicEmbeddingOptimizer(BaseDynamicEmbeddingOptimizer):
 
 class RowWiseAdaGradDynamicEmbeddingOptimizer(AdaGradDynamicEmbeddingOptimizer):
     opt_type = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+
+
+_KINDS = {
+    kind.opt_type.value: kind
+    for kind in (
+        SGDDynamicEmbeddingOptimizer,
+        AdamDynamicEmbeddingOptimizer,
+        AdaGradDynamicEmbeddingOptimizer,
+        RowWiseAdaGradDynamicEmbeddingOptimizer,
+    )
+}
+
+
+def optimizer_of(table: DynamicTable) -> BaseDynamicEmbeddingOptimizer:
+    """The optimizer of a table with its numbers as they are now."""
+    args = table.optimizer_args()
+    kind = _KINDS[args["opt_type"]]
+    numbers = {name: args[name] for name in kind.saved}
+    dtype = table.options.embedding_dtype or torch.float32
+    return kind(OptimizerArgs(learning_rate=args["lr"], **numbers), dtype)
 
 
 def truncate_optimizer_states_for_checkpoint(

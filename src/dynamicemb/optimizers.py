@@ -46,6 +46,15 @@ _ADAM = ("beta1", "beta2", "betas", "eps", "weight_decay")
 _ADAGRAD = ("eps", "initial_accumulator_value")
 _KNOWN = {"sgd": (), "adam": _ADAM, "exact_adagrad": _ADAGRAD, "exact_row_wise_adagrad": _ADAGRAD}
 _COMMON = ("learning_rate", "gradient_clipping", "max_gradient")
+# What other optimizers of FBGEMM compute with, and where it means nothing. Any other value is refused.
+UNUSED_MATHEMATICS: dict[str, Any] = {
+    "weight_decay_mode": 0,
+    "max_norm": 0.0,
+    "eta": 0.001,
+    "momentum": 0.9,
+    "counter_based_regularization": None,
+    "cowclip_regularization": None,
+}
 
 
 @dataclass
@@ -98,9 +107,16 @@ def engine_optimizer(fused_params: Mapping[str, Any], table: str) -> embstore.Op
     if kind is None:
         names = ", ".join(member.name for member in SUPPORTED)
         raise ValueError(f"optimizer of table {table!r} should be one of {names} but is: {wanted!r}")
+    for name, default in UNUSED_MATHEMATICS.items():
+        value = fused_params.get(name, default)
+        if value not in (None, default) and getattr(value, "value", value) != default:
+            raise ValueError(
+                f"{name} of table {table!r} should be {default!r}, as {wanted.name} has no use for another, "
+                f"but is: {value!r}"
+            )
     for name, value in fused_params.items():
         # A weight decay of zero asks for nothing, and torch optimizers always bring one.
-        known = name in _NOT_OURS or name in _COMMON or name in _KNOWN[kind]
+        known = name in {*_NOT_OURS, *_COMMON, *_KNOWN[kind], *UNUSED_MATHEMATICS}
         if not known and not (name == "weight_decay" and not value):
             warnings.warn(
                 f"fused parameter {name!r} has no effect on the dynamic table {table!r}",

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 import embstore
-from dynamicemb.embedding_admission import FrequencyAdmissionStrategy, KVCounter
+from dynamicemb.embedding_admission import KVCounter
 from dynamicemb.enumerations import (
     BUCKET_ALIGNMENT,
     DEFAULT_INDEX_TYPE,
     MAX_BUCKET_CAPACITY,
+    SUPPORTED_DIST_TYPES,
     DynamicEmbCheckMode,
     DynamicEmbEvictStrategy,
     DynamicEmbInitializerArgs,
@@ -32,11 +33,11 @@ from dynamicemb.enumerations import (
 )
 from dynamicemb.score_strategies import ScoreStrategy, normalize_score_strategy
 from dynamicemb.types import AdmissionStrategy, Counter, Storage
+from embstore.ownership import Blocks
 from embstore.stores import Store
 
 logger = logging.getLogger(__name__)
 
-MAX_THRESHOLD = 255  # what the engine's admission filter counts up to
 _LARGEST_BUCKET = 16384  # rows, of the engine's index
 _SLOW_BUCKET = 4096
 
@@ -165,20 +166,21 @@ class DynamicEmbTableOptions(HKVConfig):
     """Options of one dynamic table: where its rows live (see HKVConfig) and how they behave.
 
     initializer_args  the vector of a new key
-    score_strategy    which keys give way when the table is full; the same on every rank. (X,) is X, and
-                      None is TIMESTAMP
+    score_strategy    which keys give way when the table is full; the same on every rank. (X,) is X, None is
+                      TIMESTAMP, and (TIMESTAMP, LFU) in either order evicts by count and dumps by time
     safe_check_mode   what happens when keys are refused
     dist_type         which rank owns a key: "roundrobin" is uint64(key) % world, "hash_roundrobin" mixes
-                      the key first, which spreads patterned ids evenly
-    admit_strategy    None, or FrequencyAdmissionStrategy(threshold)
+                      the key first, which spreads patterned ids evenly, and "continuous" gives each rank a
+                      block of the keys below num_embeddings; others go round robin. Keys stay as they are
+    admit_strategy    which keys get a row: None, FrequencyAdmissionStrategy or another AdmissionStrategy
     external_storage  None, or a function of (embstore.TableOptions, rank) that makes the store below the part
                       of this rank (see embstore.stores): evicted rows go there, and come back when asked for
     caching           with external_storage: memory holds as many rows (vector and optimizer state) as fit
                       global_hbm_for_values, at least a bucket a rank; the rest is in the store. Without a
                       store there is nothing below to cache, and all rows are in memory
     training          False: rows have no optimizer state and are only read; a forward in train mode raises
-    eval_initializer_args  the vector of a missing key in eval: CONSTANT 0.0
-    admission_counter None or a KVCounter; a table counts in a filter of its own size
+    eval_initializer_args  the vector of a missing key in eval: CONSTANT
+    admission_counter None, a KVCounter, or a Counter of your own: how often keys without a row were seen
 
     Two options are equal when tables that have them may share a group, whatever else differs.
     """
@@ -205,14 +207,15 @@ class DynamicEmbTableOptions(HKVConfig):
             self.initializer_args,
         )
         self.initializer_args.to_engine()
-        assert self.single_strategy in DynamicEmbScoreStrategy  # raises when there is none
+        normalize_score_strategy(self.score_strategy)  # raises
         _check(
             self.safe_check_mode in tuple(DynamicEmbCheckMode),
             "safe_check_mode",
             "a DynamicEmbCheckMode",
             self.safe_check_mode,
         )
-        _check(self.dist_type in OWNERSHIPS, "dist_type", f"one of {list(OWNERSHIPS)}", self.dist_type)
+        allowed = SUPPORTED_DIST_TYPES
+        _check(self.dist_type in allowed, "dist_type", f"one of {list(allowed)}", self.dist_type)
         _check_admission(self.admit_strategy, self.admission_counter)
         _check_eval_initializer(self.eval_initializer_args)
         _check(
@@ -228,32 +231,27 @@ class DynamicEmbTableOptions(HKVConfig):
             )
 
     @property
-    def single_strategy(self) -> DynamicEmbScoreStrategy:
-        """The score strategy as one of the enumeration. Raises what `normalize_score_strategy` raises, and
-        NotImplementedError for TIMESTAMP and LFU together."""
+    def engine_strategy(self) -> embstore.ScoreStrategy:
+        """The score strategy of the table. Raises what `normalize_score_strategy` raises."""
         strategy = normalize_score_strategy(self.score_strategy)
-        if strategy is None:
-            return DynamicEmbScoreStrategy.TIMESTAMP
-        if isinstance(strategy, tuple):
-            raise NotImplementedError(
-                "score_strategy of TIMESTAMP and LFU together is not available yet; use LFU for eviction by "
-                "count, or TIMESTAMP for incremental dumps"
-            )
-        return strategy
+        if strategy is None or isinstance(strategy, tuple):
+            return embstore.ScoreStrategy.TIMESTAMP  # of a compound: the counts are kept beside
+        return embstore.ScoreStrategy(int(strategy))
 
     @property
-    def engine_strategy(self) -> embstore.ScoreStrategy:
-        """The score strategy of the table."""
-        return embstore.ScoreStrategy(int(self.single_strategy))
+    def score_words(self) -> tuple[str, ...]:
+        """The words of a compound score, in the user's order; empty for any other."""
+        strategy = normalize_score_strategy(self.score_strategy)
+        return tuple(word.name.lower() for word in strategy) if isinstance(strategy, tuple) else ()
 
     @property
     def evicts_least_used(self) -> bool:
         """Whether the order of eviction is that of the counts, not of the scores."""
-        return self.evict_strategy is DynamicEmbEvictStrategy.LFU
+        return self.evict_strategy is DynamicEmbEvictStrategy.LFU or bool(self.score_words)
 
-    @property
-    def ownership(self) -> embstore.Ownership:
-        return OWNERSHIPS[self.dist_type]
+    def ownership(self, num_embeddings: int) -> embstore.Ownership | Blocks:
+        """Which rank owns a key of a table of this size."""
+        return OWNERSHIPS[self.dist_type] if self.dist_type in OWNERSHIPS else Blocks(num_embeddings)
 
     def planned(
         self, *, num_embeddings: int, dim: int, world: int, dtype: torch.dtype
@@ -311,7 +309,7 @@ class DynamicEmbTableOptions(HKVConfig):
             evict_strategy=DynamicEmbEvictStrategy.LFU
             if self.evicts_least_used
             else evict.get(self.engine_strategy, DynamicEmbEvictStrategy.LRU),
-            score_strategy=self.single_strategy,
+            score_strategy=normalize_score_strategy(self.score_strategy) or DynamicEmbScoreStrategy.TIMESTAMP,
             initializer_args=self.initializer_args.with_bounds(num_embeddings),
         )
 
@@ -354,33 +352,17 @@ def _check_admission(strategy: object, counter: object) -> None:
     _check(
         counter is None or isinstance(counter, (KVCounter, Counter)),
         "admission_counter",
-        "None or a KVCounter",
+        "None, a KVCounter or a Counter",
         counter,
     )
-    if isinstance(counter, Counter):
-        raise NotImplementedError(
-            "admission_counter of your own class is not available yet; use KVCounter(capacity)"
-        )
-    if strategy is None:
-        return
-    if not isinstance(strategy, FrequencyAdmissionStrategy):
-        raise NotImplementedError(
-            "admit_strategy of your own class is not available yet; use FrequencyAdmissionStrategy(threshold)"
-        )
-    if strategy.threshold > MAX_THRESHOLD:
-        raise NotImplementedError(
-            f"admit_strategy with a threshold above {MAX_THRESHOLD} is not available yet; use a smaller one "
-            f"than {strategy.threshold}"
-        )
+    if counter is not None and strategy is None:
+        logger.info("admission_counter without admit_strategy: every key gets a row, so nothing is counted")
 
 
 def _check_eval_initializer(args: object) -> None:
     constant = isinstance(args, DynamicEmbInitializerArgs) and args.mode is DynamicEmbInitializerMode.CONSTANT
     _check(constant, "eval_initializer_args", "DynamicEmbInitializerArgs of the mode CONSTANT", args)
-    if args.value != 0.0:  # type: ignore[attr-defined]
-        raise NotImplementedError(
-            f"eval_initializer_args of another value than 0.0 is not available yet; it is: {args.value}"  # type: ignore[attr-defined]
-        )
+    args.to_engine()  # type: ignore[attr-defined]  # raises unless the value is a finite number
 
 
 def capacity_per_rank(num_embeddings: int, world: int, bucket_capacity: int) -> int:

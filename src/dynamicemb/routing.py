@@ -19,12 +19,12 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-import embstore
 from dynamicemb.exchange import STEP
 from embstore.distributed.exchange import all_to_all, swap_headers
 from embstore.distributed.ranks import Ranks, TorchRanks
 from embstore.distributed.routing import Route, regroup, route_keys
 from embstore.nn.batch import as_key_tensor, as_weights
+from embstore.ownership import AnyOwnership
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _Routing(BaseSparseFeaturesDist[Any]):
 
     header = 0
 
-    def __init__(self, ownership: embstore.Ownership, ranks: Ranks) -> None:
+    def __init__(self, ownership: AnyOwnership, ranks: Ranks) -> None:
         super().__init__()
         self._ownership, self._ranks, self._world = ownership, ranks, ranks.world
 
@@ -150,7 +150,7 @@ class BagRouting(_Routing):
 
     def __init__(
         self,
-        ownership: embstore.Ownership,
+        ownership: AnyOwnership,
         ranks: Ranks,
         mean: Sequence[bool],
         weighted: bool,
@@ -239,7 +239,7 @@ class KeyRouting(_Routing):
 
     def __init__(
         self,
-        ownership: embstore.Ownership,
+        ownership: AnyOwnership,
         ranks: Ranks,
         cells: Sequence[Cell],
     ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
 import embstore
-from dynamicemb.discovery import Collection, find_collections, resolve
+from dynamicemb.model_walk import Collection, find_collections, resolve
 from dynamicemb.tables import DynamicTable
 
 _CUSTOMIZED = embstore.ScoreStrategy.CUSTOMIZED
@@ -45,8 +45,11 @@ def set_score(model: nn.Module, table_score: int | Mapping[str, Mapping[str, int
 
         set_score(model, {"model.ebc": {"user": 20261115}})
     """
-    collections = find_collections(model)
-    wanted = list(_wanted(collections, table_score))
+    set_scores(list(_wanted(find_collections(model), table_score)))
+
+
+def set_scores(wanted: Sequence[tuple[DynamicTable, int]]) -> None:
+    """Sets scores of CUSTOMIZED tables, as `set_score` does."""
     for table, score in wanted:
         if isinstance(score, bool) or not isinstance(score, int) or not 0 < score < 1 << 64:
             raise ValueError(
@@ -63,7 +66,7 @@ def set_score(model: nn.Module, table_score: int | Mapping[str, Mapping[str, int
             warnings.warn(
                 f"the new score of table {table.name!r}, {score}, is below its last one, {table.table.score}",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         table.table.score = score
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +15,14 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 import embstore
-from dynamicemb.embedding_admission import FrequencyAdmissionStrategy
-from dynamicemb.enumerations import DynamicEmbInitializerArgs
+from dynamicemb.gate import Gate, filter_threshold
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
 from embstore.distributed.ranks import Ranks
+from embstore.nn.batch import Request
+from embstore.ownership import Blocks
 from embstore.stores import row_bytes
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -38,16 +36,23 @@ class DynamicTable:
     world, rank    of the ranks that share the table
     process_group  of those ranks
     param_group    its entry in the fused optimizer; "lr" is what the next update uses
+    gate           who gets a row, where the engine's own filter does not do it
     """
 
     name: str
     table: embstore.Table
     options: DynamicEmbTableOptions
-    ownership: embstore.Ownership
+    ownership: embstore.Ownership | Blocks
     world: int
     rank: int
     process_group: dist.ProcessGroup | None
     param_group: dict[str, Any] = field(default_factory=dict)
+    gate: Gate | None = None
+
+    def request(self, keys: torch.Tensor, **keywords: Any) -> Request:
+        """A request of a batch for these keys."""
+        missing = self.options.eval_initializer_args.value
+        return Request(self.table, keys, gate=self.gate, missing=missing, **keywords)
 
     def optimizer_args(self) -> dict[str, Any]:
         """The optimizer as it stands, in the words of `{table}_opt_args.json`."""
@@ -87,12 +92,6 @@ def engine_options(
     name: str, dim: int, planned: DynamicEmbTableOptions, fused_params: Mapping[str, Any], seed: int
 ) -> embstore.TableOptions:
     """The engine's options of a table whose capacity and bounds are settled."""
-    admission = planned.admit_strategy
-    assert admission is None or isinstance(admission, FrequencyAdmissionStrategy)
-    if admission is not None and admission.initializer_args is not None:
-        _warn_of_refused_vectors(name, planned, admission.initializer_args)
-    if planned.admission_counter is not None:
-        logger.info("table %s: keys without a row are counted in a filter of the table's size", name)
     whole = embstore.TableOptions(
         name=name,
         dim=dim,
@@ -109,7 +108,7 @@ def engine_options(
         evict_least_used=planned.evicts_least_used,
         seed=seed,
         check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
-        admission_threshold=admission.threshold if admission else 0,
+        admission_threshold=filter_threshold(planned) or 0,
     )
     return _within_budget(whole, planned)
 
@@ -126,37 +125,30 @@ def _no_optimizer(fused_params: Mapping[str, Any], name: str) -> embstore.Optimi
     return embstore.SGD()
 
 
-def _warn_of_refused_vectors(
-    name: str, planned: DynamicEmbTableOptions, wanted: DynamicEmbInitializerArgs
-) -> None:
-    """As the code of the original package, though not its document, has it."""
-    if wanted.to_engine() != planned.initializer_args.to_engine():
-        warnings.warn(
-            f"initializer_args of the admit_strategy of table {name!r} have no effect yet: keys without a "
-            f"row read the table's own initial vector",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
 def make_table(
     engine: embstore.TableOptions,
     planned: DynamicEmbTableOptions,
     *,
+    number: int = 0,
+    num_embeddings: int = 1,
     world: int = 1,
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> DynamicTable:
-    """The part of this rank, empty, over the store that the options ask for."""
+    """The part of this rank, empty, over the store that the options ask for. `number` is that of the table
+    among those of its module."""
     make_store = planned.external_storage
+    table = embstore.Table(engine, store=None if make_store is None else make_store(engine, rank))
+    table.score_words = planned.score_words
     return DynamicTable(
         name=engine.name,
-        table=embstore.Table(engine, store=None if make_store is None else make_store(engine, rank)),
+        table=table,
         options=planned,
-        ownership=planned.ownership,
+        ownership=planned.ownership(num_embeddings),
         world=world,
         rank=rank,
         process_group=group,
+        gate=Gate(planned, table, number) if filter_threshold(planned) is None else None,
     )
 
 
@@ -168,6 +160,13 @@ def _within_budget(options: embstore.TableOptions, planned: DynamicEmbTableOptio
     bucket = options.bucket_capacity
     capacity = min(options.max_capacity, max(rows // bucket, 1) * bucket)
     return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
+
+
+def rows_of(info: EmbeddingShardingInfo) -> int:
+    """The rows that the user asked for, before any rounding."""
+    sharding = info.param_sharding
+    assert isinstance(sharding, DynamicEmbParameterSharding)
+    return sharding.num_embeddings or int(info.embedding_config.num_embeddings)
 
 
 def build_tables(
@@ -201,9 +200,15 @@ def build_tables(
     made: dict[str, DynamicTable] = {}
 
     def make() -> None:
-        for name, (engine, planned) in tables.items():
+        for number, (name, (engine, planned)) in enumerate(tables.items()):
             made[name] = make_table(
-                engine, planned, world=env.world_size, rank=env.rank, group=env.process_group
+                engine,
+                planned,
+                number=number,
+                num_embeddings=rows_of(infos[number]),
+                world=env.world_size,
+                rank=env.rank,
+                group=env.process_group,
             )
 
     call = "sharding a model with dynamic tables"

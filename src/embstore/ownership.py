@@ -7,6 +7,8 @@ rank      1   1   0   1
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,11 +24,34 @@ class Ownership(enum.IntEnum):
     XXH64 = 2  # xxh64 of the key with seed 1, % world: OneEmbedding's rule
 
 
-def owner(keys: object, world: int, ownership: Ownership = Ownership.ROUNDROBIN) -> Array:
+@dataclass(frozen=True)
+class Blocks:
+    """Keys from 0 to rows - 1 in blocks of ceil(rows / world), one for each rank; any other key as
+    ROUNDROBIN."""
+
+    rows: int
+    name: ClassVar[str] = "CONTINUOUS"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or not 0 < self.rows < 1 << 63:
+            raise ValueError(f"rows should be an integer from 1 to 2^63 - 1 but is: {self.rows!r}")
+
+
+AnyOwnership = Ownership | Blocks
+_CONTINUOUS = 3
+
+
+def engine_ownership(ownership: AnyOwnership) -> tuple[int, int]:
+    """The engine's number of a rule, and its rows."""
+    return (_CONTINUOUS, ownership.rows) if isinstance(ownership, Blocks) else (int(Ownership(ownership)), 0)
+
+
+def owner(keys: object, world: int, ownership: AnyOwnership = Ownership.ROUNDROBIN) -> Array:
     """The rank of each key, int64, in the shape of the keys."""
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise ValueError(f"world should be an integer of at least 1 but is: {world!r}")
     k = as_keys(keys)
     ranks = np.empty(k.n, np.int64)
-    _core.owners(k.address, k.n, world, int(ownership), address(ranks))
+    rule, rows = engine_ownership(ownership)
+    _core.owners(k.address, k.n, world, rule, address(ranks), rows)
     return k.like(ranks.reshape(k.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +11,19 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows in plain arrays: keys (n), values (n, dim), states (n, state width), scores (n)."""
+    """Rows in plain arrays: keys (n), values (n, dim), states (n, state width), scores (n). `uses` (n) is how
+    often each key was used; None where the table does not count that beside the scores."""
 
     keys: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
     states: npt.NDArray[np.float32]
     scores: npt.NDArray[np.uint64]
+    uses: npt.NDArray[np.uint32] | None = None
+
+    def __getitem__(self, which: Any) -> Rows:
+        """The rows of a slice, a mask or row numbers."""
+        uses = None if self.uses is None else self.uses[which]
+        return Rows(self.keys[which], self.values[which], self.states[which], self.scores[which], uses)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -23,7 +31,12 @@ class Rows:
     @staticmethod
     def concatenate(blocks: list[Rows]) -> Rows:
         """One block with the rows of all of them, in order. REQUIRES at least one block."""
-        return Rows(*(np.concatenate([getattr(b, f.name) for b in blocks]) for f in fields(Rows)))
+
+        def joined(name: str) -> Any:
+            parts = [getattr(block, name) for block in blocks]
+            return None if any(part is None for part in parts) else np.concatenate(parts)
+
+        return Rows(*(joined(f.name) for f in fields(Rows)))
 
 
 @dataclass(frozen=True)

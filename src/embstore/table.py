@@ -52,6 +52,8 @@ class Table:
         self.store = store
         self._store_handle = None if store is None else store.handle()
         self.dumps: list[Any] = []  # in the background, of this table
+        # What a score has in files of layout v2: () is one word, ("timestamp", "lfu") the score and the uses.
+        self.score_words: tuple[str, ...] = ()
         optimizer = options.optimizer
         self._learning_rate = float(optimizer.lr)
         # Updates so far: the t of Adam's bias correction is one more.
@@ -201,6 +203,18 @@ class Table:
         )
         self.report_refused(refused, k.n)
 
+    @property
+    def counts_uses(self) -> bool:
+        """Whether it counts how often keys are used beside their scores."""
+        return self.options.evict_least_used and self.options.score_strategy != ScoreStrategy.LFU
+
+    def set_uses(self, keys: object, uses: npt.NDArray[np.uint32]) -> None:
+        """How often keys were used, in a table that counts it; keys that are not in memory are skipped."""
+        k, counts = as_keys(keys), np.ascontiguousarray(uses, np.uint32)
+        if counts.shape != (k.n,):
+            raise ValueError(f"uses should have {k.n} numbers, one for each key, but has: {counts.shape}")
+        self._core.set_uses(k.address, k.n, address(counts))
+
     def initial_values(self, keys: object) -> Array:
         """The vectors that the keys would start with, whether they are there or not."""
         k = as_keys(keys)
@@ -344,7 +358,7 @@ class Table:
         """`export` in one piece, sorted by key."""
         whole = Rows.concatenate(list(self.export(min_score=min_score)))
         order = np.argsort(whole.keys, kind="stable")
-        return Rows(whole.keys[order], whole.values[order], whole.states[order], whole.scores[order])
+        return whole[order]
 
     def snapshot(self) -> _core.Snapshot:
         """The rows as they are now, to be read while the table is trained on."""

@@ -45,11 +45,13 @@ enum class Ownership : uint8_t {
   kRoundRobin = 0,      // uint64(key) % world
   kHashRoundRobin = 1,  // HashKey(key) % world
   kXxh64 = 2,           // xxh64 of the key's 8 bytes, seed 1, % world (OneEmbedding)
+  kContinuous = 3,      // keys below `rows` in equal blocks, one for each rank; others as kRoundRobin
 };
 
 uint64_t Xxh64OfKey(int64_t key, uint64_t seed);
 
-inline uint32_t Owner(int64_t key, uint32_t world, Ownership ownership) {
+// rows: of kContinuous.
+inline uint32_t Owner(int64_t key, uint32_t world, Ownership ownership, uint64_t rows = 0) {
   switch (ownership) {
     case Ownership::kRoundRobin:
       return static_cast<uint32_t>(static_cast<uint64_t>(key) % world);
@@ -57,6 +59,11 @@ inline uint32_t Owner(int64_t key, uint32_t world, Ownership ownership) {
       return static_cast<uint32_t>(HashKey(key) % world);
     case Ownership::kXxh64:
       return static_cast<uint32_t>(Xxh64OfKey(key, 1) % world);
+    case Ownership::kContinuous: {
+      const auto number = static_cast<uint64_t>(key);
+      if (number >= rows) return static_cast<uint32_t>(number % world);
+      return static_cast<uint32_t>(number / (rows / world + (rows % world != 0)));
+    }
   }
   return 0;
 }

@@ -30,6 +30,9 @@ struct LookupRequest {
   // What a key starts with where it is not stored: (n, dim), or null for the table's initializer.
   // Read only for keys that are missing.
   const float* initial = nullptr;
+  // Training: (n), 0 where a key that is not stored should not be, or null. It then reads its
+  // initial vector and its gradient is dropped.
+  const uint8_t* admitted = nullptr;
   // base, dtype, stride and positions (elements; null: one after the other). Pooled: one position
   // for each bag. Not pooled: one for each run of keys [offsets[g], offsets[g + 1]), a multiple of
   // the stride; the vectors of a run lie one after the other.

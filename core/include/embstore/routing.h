@@ -28,9 +28,10 @@ struct Route {
 };
 
 // unique[cell] != 0: each key of the cell is sent once, at its first occurrence. Empty: nowhere.
+// rows: as in Owner.
 // Throws InvalidArgument unless offsets divides the keys, and for a world of 0.
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
-                Ownership ownership, std::span<const uint8_t> unique);
+                Ownership ownership, std::span<const uint8_t> unique, uint64_t rows = 0);
 
 // out (rows, dim) = for each row r the sum, in order, of the vectors i with index[i] == r.
 // Throws InvalidArgument when an index is out of range.

@@ -65,11 +65,12 @@ class Snapshot {
   int64_t rows();
 
   // Up to max_rows further rows whose score is at least min_score; values (n, dim) and states (n,
-  // state width) are float32 and may be null. Returns how many; 0 when no row is left for this
+  // state width) are float32 and may be null, and so may uses (n): how often keys were used, where
+  // the table counts that beside their scores, and 0 for rows of the store. Returns how many; 0 when no row is left for this
   // thread. Holds the lock of the table for short whiles only. Throws InvalidState when the table
   // was closed, and what the store throws.
   int64_t Read(int64_t max_rows, uint64_t min_score, int64_t* keys, float* values, float* states,
-               uint64_t* scores);
+               uint64_t* scores, uint32_t* uses = nullptr);
 
   // ---- for Table, which calls the newest; each passes the call on to the one before it ----
   void Preserve(const IndexEntry& entry);  // as the index has it now
@@ -103,7 +104,7 @@ class Snapshot {
   [[noreturn]] void ThrowLost(int64_t key) const;
   bool Walk(Output& out, int64_t room);
   bool ReadBelow(Output& out, int64_t room);
-  void Emit(int64_t key, uint64_t score, const std::byte* row, Output& out) const;
+  void Emit(int64_t key, uint64_t score, uint32_t uses, const std::byte* row, Output& out) const;
 
   const pid_t process_;
   std::shared_ptr<Table> table_;

@@ -138,6 +138,8 @@ class Table : public std::enable_shared_from_this<Table> {
   // Returns how many distinct keys were refused.
   int64_t Assign(std::span<const int64_t> keys, const float* values, const float* states,
                  const uint64_t* scores);
+  // With evict_least_used: how often each of these keys was used, for those that are in memory.
+  void SetUses(std::span<const int64_t> keys, const uint32_t* uses);
   int64_t Erase(std::span<const int64_t> keys);  // returns how many were there
   void Clear();
   // Another rule from the next update on. Its state must be as wide as the present one: throws
@@ -211,8 +213,9 @@ class Table : public std::enable_shared_from_this<Table> {
   void RequireScore() const { clock_.RequireScore(); }
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
-  // returned.
-  std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing);
+  // returned. admitted: the caller's verdict instead, one for each key of the batch, or null.
+  std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing,
+                              const uint8_t* admitted = nullptr);
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets rows[i].
   // `rows` belong to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key of the call that has not
@@ -273,8 +276,9 @@ class Table : public std::enable_shared_from_this<Table> {
                float* scratch);  // scratch holds a vector
   bool counts_apart() const { return options_.evict_least_used && !counts_occurrences(); }
   uint64_t Worth(const IndexEntry& entry) const {  // the smallest is evicted first
-    return counts_apart() ? uses_[static_cast<size_t>(entry.row)] : entry.score;
+    return counts_apart() ? uses(entry.row) : entry.score;
   }
+  uint32_t uses(Row row) const { return counts_apart() ? uses_[static_cast<size_t>(row)] : 0; }
   void CountUses(const Row* rows, int64_t n);
   bool evicts() const { return options_.score_strategy != ScoreStrategy::kNoEviction; }
   bool MayExceedBudget() const;

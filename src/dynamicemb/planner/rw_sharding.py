@@ -61,4 +61,7 @@ def describe(options: DynamicEmbTableOptions) -> str:
     own = ("device_id", "external_storage")
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in own}
     values["external_storage"] = options.external_storage is not None
+    for name in ("admit_strategy", "admission_counter"):
+        if not dataclasses.is_dataclass(values[name]):  # the text of an object may have its address
+            values[name] = type(values[name]).__name__
     return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -15,7 +15,7 @@ import embstore
 from dynamicemb.lookup import BagLookup, KeyLookup, Lookup, NoOutputDist
 from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.routing import BagRouting, Cell, KeyRouting
-from dynamicemb.tables import DynamicTable, HoldsDynamicTables, build_tables
+from dynamicemb.tables import DynamicTable, HoldsDynamicTables, build_tables, rows_of
 from embstore.distributed.ranks import Ranks, ranks_of
 
 PREFIX = "dynamicemb."  # of the names of our groups, beside TorchRec's sharding types
@@ -31,6 +31,8 @@ def separate(groups: dict[str, list[EmbeddingShardingInfo]]) -> dict[str, list[E
             if isinstance(sharding, DynamicEmbParameterSharding):
                 assert sharding.dynamicemb_options is not None
                 name = PREFIX + sharding.dynamicemb_options.dist_type
+                if sharding.dist_type == "continuous":  # blocks are as large as the table says
+                    name += f".{rows_of(info)}"
             separated.setdefault(name, []).append(info)
     return separated
 
@@ -76,7 +78,9 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         for config in self._configs:
             last = first + len(config.feature_names)
             table = self.tables[config.name]
-            counts = table.table.options.score_strategy == embstore.ScoreStrategy.LFU
+            counts = table.table.counts_uses or (
+                table.table.options.score_strategy == embstore.ScoreStrategy.LFU
+            )
             if self._unique and not counts and table.options.admit_strategy is None:
                 cells.append([Cell(first, last, unique=True)])
             else:

@@ -14,23 +14,26 @@ from typing import Any
 
 from embstore import _core
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.sources import Source, table_source
+from embstore.checkpoint.sources import Counts, Source, table_source
 from embstore.checkpoint.writing import DumpJob, DumpOptions, Progress
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.formats.dynamicemb import WRITTEN
-from embstore.ownership import Ownership
+from embstore.ownership import AnyOwnership, Blocks, Ownership
 from embstore.table import Table
 
 Tables = Mapping[str, Mapping[str, Table]]  # collection -> table name -> table
 
 # How keys are spread over ranks: one rule, or one for each table of each collection.
-OwnershipOf = Ownership | Mapping[str, Mapping[str, Ownership]]
+OwnershipOf = AnyOwnership | Mapping[str, Mapping[str, AnyOwnership]]
+
+CountsOf = Mapping[str, Mapping[str, Counts]]  # by collection and table
 
 MOST_THREADS = 4
 
 
-def ownership_of(ownership: OwnershipOf, collection: str, table: str) -> Ownership:
-    return Ownership(ownership[collection][table] if isinstance(ownership, Mapping) else ownership)
+def ownership_of(ownership: OwnershipOf, collection: str, table: str) -> AnyOwnership:
+    found = ownership[collection][table] if isinstance(ownership, Mapping) else ownership
+    return found if isinstance(found, Blocks) else Ownership(found)
 
 
 class Pace:
@@ -170,6 +173,7 @@ def dump(
     async_: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    counts: CountsOf | None = None,
 ) -> DumpHandle | None:
     """Writes tables to a folder: {path}/{collection}/{table}_keys, _values and so on.
 
@@ -182,13 +186,15 @@ def dump(
     states and scores at the call. An earlier dump in the background is waited for; if it failed and nobody
     has been told, this call raises CheckpointError before it begins.
 
+    counts: for tables that have a counter of keys without a row, these keys and how often each was seen.
+
         embstore.dump("/data/monday", {"model": {"user": table}}, optim=True)
     """
     if layout not in WRITTEN:
         raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
     ranks = ranks_of(group, "dump()")
     options = DumpOptions(layout, bool(optim), overwrite=overwrite)
-    sources = snapshot_all(tables, options.optim, ranks, ownership)
+    sources = snapshot_all(tables, options.optim, ranks, ownership, counts)
     job = start(Path(path), {ranks.rank: sources}, ranks.world, options, ranks)
     if async_:
         handle = DumpHandle(job, ranks.background())
@@ -200,7 +206,9 @@ def dump(
     return None
 
 
-def snapshot_all(tables: Tables, optim: bool, ranks: Ranks, ownership: OwnershipOf) -> list[Source]:
+def snapshot_all(
+    tables: Tables, optim: bool, ranks: Ranks, ownership: OwnershipOf, counts: CountsOf | None = None
+) -> list[Source]:
     """A source for every table, in an order that is the same on all ranks."""
     sources: list[Source] = []
 
@@ -211,7 +219,8 @@ def snapshot_all(tables: Tables, optim: bool, ranks: Ranks, ownership: Ownership
                 if tables[collection][name].name != name:
                     raise ValueError(f"tables should be named as they are but {name!r} is not")
                 by = ownership_of(ownership, collection, name)
-                sources.append(table_source(collection, tables[collection][name], optim, by))
+                seen = (counts or {}).get(collection, {}).get(name)
+                sources.append(table_source(collection, tables[collection][name], optim, by, seen))
 
     try:
         ranks.agree(take)

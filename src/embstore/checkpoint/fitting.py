@@ -4,32 +4,40 @@
 |------------------|--------------------------|--------------------------------------------------------|
 | dim              | refused                  |                                                        |
 | dtype            | rounded                  | read                                                   |
-| optimizer        | read                     | refused                                                |
+| optimizer        | read                     | refused, or fresh with `allow_other_optimizer`         |
 | score strategy   | read, with fresh scores  | read                                                   |
 """
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.errors import CheckpointError
+from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.spec import CLOCK_STRATEGIES, ORIGINAL_TYPES, TableSpec
-from embstore.checkpoint.writing import admission_file
+from embstore.checkpoint.writing import admission_file, counter_files
 from embstore.distributed.ranks import Ranks
-from embstore.ownership import Ownership
+from embstore.formats.dynamicemb import other_optimizer
+from embstore.ownership import AnyOwnership, owner
 from embstore.rows import Rows
 from embstore.table import Table
 
 MOST_SCORE = (1 << 64) - 1
 MOST_STEP = (1 << 62) - 1
+
+# Takes keys without a row and how often each was seen, in place of what was counted so far.
+TakeCounts = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
 
 
 @dataclass(frozen=True)
@@ -42,18 +50,20 @@ class Match:
     fresh          the optimizer state of a new row
     counters       attributes of the table to set when its rows are there
     admission      counters of keys without a row, or None
+    counts         of a counter beside the table: hands them over
     notes          what the user should know: not everything came along
     """
 
     stored: DumpTable
     table: Table
-    ownership: Ownership
+    ownership: AnyOwnership
     optim: bool
     keep_scores: bool
     same_partition: bool
     fresh: npt.NDArray[np.float32]
     counters: dict[str, Any]
     admission: npt.NDArray[np.uint16] | None = None
+    counts: Callable[[], None] | None = None
     notes: list[str] = field(default_factory=list)
 
     def assign(self, rows: Rows) -> None:
@@ -65,6 +75,9 @@ class Match:
             scores = np.where(rows.scores == 0, scores, rows.scores)
         states = rows.states if self.optim else np.broadcast_to(self.fresh, (len(rows), len(self.fresh)))
         table.insert_or_assign(rows.keys, rows.values, states=states, scores=scores)
+        if table.counts_uses and rows.uses is not None:
+            known = rows.uses > 0  # 0: of a row that was in a store
+            table.set_uses(rows.keys[known], rows.uses[known])
 
     def restore(self) -> None:
         """Sets the counters of the table; `fit` has checked them."""
@@ -74,6 +87,8 @@ class Match:
                 table.reseed(value)
             else:
                 setattr(table, name, value)
+        if self.counts is not None:
+            self.counts()
         if self.admission is not None and not table.restore_admission_counters(self.admission):
             self.notes.append(_recounted(self.stored))
 
@@ -82,12 +97,33 @@ class Match:
             warnings.warn(note, stacklevel=3)
 
 
-def fit(stored: DumpTable, table: Table, optim: bool, ranks: Ranks, ownership: Ownership) -> Match:
+def fit(
+    stored: DumpTable,
+    table: Table,
+    optim: bool,
+    ranks: Ranks,
+    ownership: AnyOwnership,
+    *,
+    allow_other_optimizer: bool = False,
+    take_counts: TakeCounts | None = None,
+) -> Match:
     """How the rows go into the table. Raises CheckpointError where they do not fit."""
     spec = TableSpec.of(table)
     notes: list[str] = []
+    other = _optimizer_of(stored) if optim and allow_other_optimizer and _differs(stored, spec) else ""
+    if other:
+        optim = False
+        notes.append(
+            f"optimizer states of table {spec.name!r} start fresh: those of {stored.folder} are of "
+            f"{other!r}, the table's of {spec.engine_optimizer!r}"
+        )
     _require_rows(stored, spec, optim)
     theirs, keep_scores = _scores_fit(stored, spec)
+    if stored.found.other_scores:
+        notes.append(
+            f"scores of table {spec.name!r} start fresh: those of {stored.folder} have another number of "
+            f"words a key"
+        )
     if not keep_scores and theirs and stored.rows:
         notes.append(
             f"scores of table {spec.name!r} start fresh: those of {stored.folder} follow the strategy "
@@ -105,8 +141,57 @@ def fit(stored: DumpTable, table: Table, optim: bool, ranks: Ranks, ownership: O
         _fresh_state(spec),
         _counters(stored, table, optim, keep_scores),
         notes=notes,
+        counts=None if take_counts is None else _counts(stored, ranks, ownership, take_counts),
     )
     return replace(match, admission=_admission(match, ranks))
+
+
+def _optimizer_of(stored: DumpTable) -> str:
+    if stored.spec:
+        return stored.spec.engine_optimizer
+    return str(stored.found.arguments.get("opt_type", "")) or "another optimizer"
+
+
+def _differs(stored: DumpTable, table: TableSpec) -> bool:
+    """Whether the dump has states of another optimizer than the table's."""
+    if stored.spec:
+        return table.engine_optimizer != stored.spec.engine_optimizer
+    if "opt_type" in stored.found.arguments:
+        return other_optimizer(stored.found.arguments, table)
+    ours = {name for name, _, _ in table.file_states()}
+    return any(part.states and set(part.states) != ours for part in stored.found.parts)
+
+
+def _counts(stored: DumpTable, ranks: Ranks, ownership: AnyOwnership, take: TakeCounts) -> Callable[[], None]:
+    """Reads how often the keys of this rank were seen that have no row. Nothing where the dump has no counts.
+
+    Raises CheckpointError where some of its files are missing or damaged.
+    """
+    world = stored.world or 1
+    pairs = [
+        tuple(stored.folder / name for name in counter_files(stored.name, rank, world))
+        for rank in range(world)
+    ]
+    keys: npt.NDArray[np.int64] = np.empty(0, np.int64)
+    counts = keys
+    if any(os.path.lexists(path) for pair in pairs for path in pair):
+        read = [_counts_of(*pair) for pair in pairs]
+        keys, counts = (np.concatenate(column) for column in zip(*read))
+        mine = owner(keys, ranks.world, ownership) == ranks.rank
+        keys, counts = keys[mine], counts[mine]
+    return lambda: take(keys, counts)
+
+
+def _counts_of(keys: Path, counts: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    sizes = [file_size(path) for path in (keys, counts)]
+    if sizes[0] != sizes[1] or sizes[0] % 8:
+        raise CheckpointError(
+            f"{counts}: expected as many int64 as {keys.name} has keys, found {sizes[1]} bytes"
+        )
+    read = [RowFile(path, "<i8", sizes[0] // 8, 1).read(0, sizes[0] // 8)[:, 0] for path in (keys, counts)]
+    if (read[1] < 1).any():
+        raise CheckpointError(f"{counts}: frequencies should be at least 1 but one is: {read[1].min()}")
+    return read[0], read[1]
 
 
 def _require_rows(stored: DumpTable, table: TableSpec, optim: bool) -> None:
@@ -147,6 +232,8 @@ def _scores_fit(stored: DumpTable, table: TableSpec) -> tuple[str, bool]:
         theirs = stored.spec.score_strategy
         return theirs, scores_carry(theirs, table.score_strategy)
     theirs = str(stored.found.arguments.get("evict_strategy", ""))
+    if table.score_strategy == "no_eviction":  # its scores are row numbers in the original package
+        return "", stored.keeps_ages
     same = theirs in ("", table.original_arguments("")["evict_strategy"])
     return theirs, same or table.score_strategy == "customized"
 

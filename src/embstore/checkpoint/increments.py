@@ -36,7 +36,7 @@ from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import DumpOptions, Progress
 from embstore.distributed.ranks import Ranks, ranks_of
-from embstore.ownership import Ownership
+from embstore.ownership import AnyOwnership, Ownership
 
 _ENTRY = re.compile(r"(base|increment)-(\d{12})")
 Entries = dict[str, dict[int, Path]]  # "base" or "increment" -> number -> folder
@@ -215,7 +215,7 @@ class IncrementLog:
         self._at(number, frozenset({job.id}))
         return number
 
-    def _successor(self, entries: Entries) -> tuple[dict[str, Any], bool, dict[str, dict[str, Ownership]]]:
+    def _successor(self, entries: Entries) -> tuple[dict[str, Any], bool, dict[str, dict[str, AnyOwnership]]]:
         self._newest_base(entries)
         number = _last(entries)
         kind = "increment" if number in entries["increment"] else "base"

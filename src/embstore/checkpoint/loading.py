@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ import numpy as np
 
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.fitting import Match, fit
+from embstore.checkpoint.fitting import Match, TakeCounts, fit
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import Array, Choose, Pieces
-from embstore.checkpoint.reading import Dump, verify
+from embstore.checkpoint.reading import Dump, DumpTable, verify
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import Ranks, ranks_of
@@ -42,6 +42,9 @@ def load(
     group: Any = None,
     ownership: OwnershipOf = Ownership.ROUNDROBIN,
     check: bool = True,
+    allow_missing: bool = False,
+    allow_other_optimizer: bool = False,
+    counts: Mapping[str, Mapping[str, TakeCounts]] | None = None,
 ) -> None:
     """Reads tables from a dump: rows of keys that are there are replaced, others are added.
 
@@ -50,6 +53,10 @@ def load(
     read too, so that training continues as if it had not stopped; without, states start fresh. The dtype of
     the table may be another than that of the dump. Where the score strategies differ, scores start fresh.
 
+    allow_missing          a table of which the dump has no file stays as it is, with a warning
+    allow_other_optimizer  states of another optimizer than the table's start fresh, with a warning
+    counts                 for each table that has a counter of keys without a row: takes what the dump has
+
     Raises CheckpointError, before any row changes, when the dump is damaged or does not fit. Warns with the
     number of rows that found no room.
 
@@ -57,9 +64,25 @@ def load(
     """
     ranks = ranks_of(group, "load()")
     matches: list[Match] = []
+    absent: list[tuple[str, Path]] = []
 
     def open_all() -> None:
-        matches.extend(open_tables(Path(path), tables, optim, ranks, ownership))
+        found, missing = find_tables(Path(path), tables, optim)
+        if missing and not allow_missing:
+            raise CheckpointError(f"{missing[0][1]}: is missing, {missing[0][0]} is not in the dump")
+        absent.extend(missing)
+        for collection, stored, table in found:
+            matches.append(
+                fit(
+                    stored,
+                    table,
+                    optim,
+                    ranks,
+                    ownership_of(ownership, collection, table.name),
+                    allow_other_optimizer=allow_other_optimizer,
+                    take_counts=(counts or {}).get(collection, {}).get(table.name),
+                )
+            )
 
     def may_undo() -> bool:
         return all(
@@ -97,25 +120,27 @@ def load(
         match.restore()
         if ranks.rank == 0:
             match.warn()
+    for what, file in absent if ranks.rank == 0 else []:
+        warnings.warn(f"{what} is not in the dump and keeps its rows: {file} is missing", stacklevel=2)
 
 
-def open_tables(path: Path, tables: Tables, optim: bool, ranks: Ranks, ownership: OwnershipOf) -> list[Match]:
-    """The stored twin of every table. Raises CheckpointError where one is missing or does not fit."""
+def find_tables(
+    path: Path, tables: Tables, optim: bool
+) -> tuple[list[tuple[str, DumpTable, Table]], list[tuple[str, Path]]]:
+    """The collection and the stored twin of every table, and the tables without one with a file they lack."""
     expected = {c: {n: TableSpec.of(t) for n, t in named.items()} for c, named in tables.items()}
-    wanted = Dump(path, expected, states=optim)
-    matches = []
+    stored = Dump(path, expected, states=optim)
+    found, missing = [], []
     for collection, named in tables.items():
-        if collection not in wanted:
-            raise CheckpointError(f"{path / file_stem(collection)}: is missing, the folder of a collection")
+        folder = path / file_stem(collection)
         for name, table in named.items():
-            if name not in wanted[collection]:
-                raise CheckpointError(
-                    f"{path / file_stem(collection) / file_stem(name)}_keys: is missing, table {name!r} "
-                    f"is not in the dump"
-                )
-            by = ownership_of(ownership, collection, name)
-            matches.append(fit(wanted[collection][name], table, optim, ranks, by))
-    return matches
+            if collection in stored and name in stored[collection]:
+                found.append((collection, stored[collection][name], table))
+            elif collection in stored:
+                missing.append((f"table {name!r}", folder / f"{file_stem(name)}_keys"))
+            else:
+                missing.append((f"the collection of table {name!r}", folder))
+    return found, missing
 
 
 def place(match: Match, ranks: Ranks, sums: Pieces | None = None) -> None:
@@ -200,7 +225,8 @@ def ascending_blocks(match: Match, ranks: Ranks) -> Iterator[Rows]:
             of_part = np.flatnonzero(choose(reader.keys(0, reader.part.rows)))
         parts.append(np.full(len(of_part), number, np.int32))
         places.append(of_part)
-        scores.append(reader.scores(0, reader.part.rows)[of_part])
+        worth = reader.worths if match.table.counts_uses else reader.scores
+        scores.append(worth(0, reader.part.rows)[of_part])
     part, row = np.concatenate(parts), np.concatenate(places)
     order = np.argsort(np.concatenate(scores), kind="stable")
     for first in range(0, len(order), ORDERED_ROWS):
@@ -211,10 +237,9 @@ def ascending_blocks(match: Match, ranks: Ranks) -> Iterator[Rows]:
 
 def ascending_rows(rows: Rows, rows_at_once: int) -> Iterator[Rows]:
     """Rows in small blocks, the smallest scores first."""
-    order = np.argsort(rows.scores, kind="stable")
+    order = np.argsort(rows.scores if rows.uses is None else rows.uses, kind="stable")
     for first in range(0, len(order), rows_at_once):
-        now = order[first : first + rows_at_once]
-        yield Rows(rows.keys[now], rows.values[now], rows.states[now], rows.scores[now])
+        yield rows[order[first : first + rows_at_once]]
 
 
 def _choose(match: Match, ranks: Ranks) -> Choose | None:

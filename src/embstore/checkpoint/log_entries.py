@@ -6,7 +6,7 @@ from typing import Any
 
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.reading import Dump
-from embstore.ownership import Ownership
+from embstore.ownership import AnyOwnership
 
 
 def facts_of(dump: Dump, number: int | None = None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def identities(dump: Dump, number: int) -> frozenset[str]:
     return frozenset({identity(dump)} | ({stands_for} if stands_for else set()))
 
 
-def ownership_in(dump: Dump) -> dict[str, dict[str, Ownership]]:
+def ownership_in(dump: Dump) -> dict[str, dict[str, AnyOwnership]]:
     """How the keys of each table were spread over the ranks."""
     return {
         collection: {name: t.entry.ownership for name, t in dump[collection].items() if t.entry}

@@ -11,7 +11,7 @@ from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import read_sealed, sealed
 from embstore.checkpoint.spec import TableSpec, checked, count
 from embstore.formats.dynamicemb import WRITTEN
-from embstore.ownership import Ownership
+from embstore.ownership import AnyOwnership, Blocks, Ownership
 
 NAME = "embstore.json"
 FORMAT = "embstore-dump"
@@ -23,7 +23,7 @@ class TableEntry:
     """One table: its description, how many rows each rank wrote, and its files."""
 
     spec: TableSpec
-    ownership: Ownership
+    ownership: AnyOwnership
     rows_of_rank: list[int]
     files: dict[str, dict[str, int]]  # name -> {"bytes": ..., "crc32": ...}
 
@@ -59,6 +59,7 @@ class Manifest:
             name: {
                 **entry.spec.to_dict(),
                 "ownership": entry.ownership.name.lower(),
+                **({"ownership_rows": entry.ownership.rows} if isinstance(entry.ownership, Blocks) else {}),
                 "rows": entry.rows,
                 "rows_of_rank": entry.rows_of_rank,
                 "files": entry.files,
@@ -127,6 +128,8 @@ def _entry(name: str, document: Any, world: int) -> TableEntry:
         count(stored, "bytes")
         count(stored, "crc32", most=0xFFFF_FFFF)
     ownership = checked(document, "ownership", str)
+    if ownership.upper() == Blocks.name:
+        return TableEntry(spec, Blocks(count(document, "ownership_rows", 1)), rows, files)
     return TableEntry(spec, Ownership[ownership.upper()], rows, files)
 
 

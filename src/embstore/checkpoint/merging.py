@@ -95,7 +95,7 @@ class Merged:
                 if mine.all():
                     yield rows
                 elif mine.any():
-                    yield Rows(rows.keys[mine], rows.values[mine], rows.states[mine], rows.scores[mine])
+                    yield rows[mine]
 
     def empty(self) -> Rows:
         """No rows, as wide as the others."""

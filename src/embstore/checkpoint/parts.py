@@ -96,7 +96,12 @@ class PartReader:
         self._ages_from_ns = ages_from_ns
         self._files: dict[Path, RowFile] = {}
         self._keys = RowFile(part.keys, "<i8", part.rows, 1)
-        self._scores = RowFile(part.scores, "<u8", part.rows, 1) if part.scores else None
+        words = part.words or ("score",)
+        self._scores = RowFile(part.scores, "<u8", part.rows, len(words)) if part.scores else None
+        self._uses = RowFile(part.uses, "<u4", part.rows, 1) if part.uses else None
+        # Of a score of several words: the columns of the time and of the count.
+        self._word = words.index("timestamp") if part.words else 0
+        self._use_word = words.index("lfu") if part.words else None
         self._values = part.values
         self._states = [part.states[name] for name in states]
         self._add(part.values, part.rows)
@@ -127,11 +132,16 @@ class PartReader:
     def keys(self, begin: int, end: int) -> npt.NDArray[np.int64]:
         return self._keys.read(begin, end)[:, 0]
 
+    def worths(self, begin: int, end: int) -> npt.NDArray[np.uint64]:
+        """What decides who is evicted first: uses where they were counted, else scores."""
+        scores, uses = self._worth(end - begin, lambda file: file.read(begin, end))
+        return scores if uses is None else uses.astype(np.uint64)
+
     def scores(self, begin: int, end: int) -> npt.NDArray[np.uint64]:
         """Scores; ages are turned into the time of last use. 0 where there is no score file."""
         if self._scores is None:
             return np.zeros(end - begin, np.uint64)
-        return self._times(self._scores.read(begin, end)[:, 0])
+        return self._times(self._scores.read(begin, end)[:, self._word])
 
     def _times(self, stored: Array) -> npt.NDArray[np.uint64]:
         if self._ages_from_ns is None:
@@ -152,13 +162,22 @@ class PartReader:
         for floats, order in zip(self._states, self._orders):
             raw = read[floats.path] if order is None else self._files[floats.path].take(order[begin:end])
             columns.append(_columns(raw, floats))
-        if self._scores is None:
-            scores = np.zeros(end - begin, np.uint64)
-        else:
-            scores = self._times(self._scores.read(begin, end, sums)[:, 0])
-        if mine is not None:
-            keys, scores, columns = keys[mine], scores[mine], [column[mine] for column in columns]
-        return _joined(keys, scores, columns)
+        scores, uses = self._worth(end - begin, lambda file: file.read(begin, end, sums))
+        rows = _joined(keys, scores, columns, uses)
+        return rows if mine is None else rows[mine]
+
+    def _worth(self, n: int, read: Callable[[RowFile], Array]) -> tuple[Array, Array | None]:
+        """Scores and uses of n rows."""
+        scores: Array = np.zeros(n, np.uint64)
+        uses: Array | None = None
+        if self._scores is not None:
+            words = read(self._scores)
+            scores = self._times(np.ascontiguousarray(words[:, self._word]))
+            if self._use_word is not None:
+                uses = np.minimum(words[:, self._use_word], np.uint64(0xFFFF_FFFF)).astype(np.uint32)
+        if self._uses is not None:
+            uses = read(self._uses)[:, 0]
+        return scores, uses
 
     def take(self, rows: Array) -> Rows:
         """Rows by their numbers."""
@@ -166,11 +185,8 @@ class PartReader:
             _columns(self._files[floats.path].take(rows if order is None else order[rows]), floats)
             for floats, order in [(self._values, None), *zip(self._states, self._orders)]
         ]
-        if self._scores is None:
-            scores = np.zeros(len(rows), np.uint64)
-        else:
-            scores = self._times(self._scores.take(rows)[:, 0])
-        return _joined(self._keys.take(rows)[:, 0], scores, columns)
+        scores, uses = self._worth(len(rows), lambda file: file.take(rows))
+        return _joined(self._keys.take(rows)[:, 0], scores, columns, uses)
 
     # ---- whole columns, mapped from the files where that is possible
 
@@ -190,10 +206,10 @@ def _columns(raw: Array, floats: Floats) -> Array:
     return raw[:, floats.begin : floats.begin + floats.width]
 
 
-def _joined(keys: Array, scores: Array, columns: list[Array]) -> Rows:
+def _joined(keys: Array, scores: Array, columns: list[Array], uses: Array | None) -> Rows:
     values, *states = columns
     if not states:
         joined: Array = np.empty((len(keys), 0), np.float32)
     else:
         joined = states[0] if len(states) == 1 else np.concatenate(states, axis=1)
-    return Rows(keys, values, joined, scores)
+    return Rows(keys, values, joined, scores, uses)

@@ -56,10 +56,20 @@ class DumpTable(Columns):
         if entry:
             self._check_sizes(entry)
         self.found = layouts.find(folder, stem, self.spec or expected, states, exact=entry is not None)
+        if entry is None:
+            self._refuse_local_keys()
         if entry and of:
             self._check_listed(entry)
             self._check_rows(entry, of)
         self._known = self.spec or expected
+
+    def _refuse_local_keys(self) -> None:
+        """The original package numbers the keys of each rank anew where ranks own blocks of them."""
+        if self.found.arguments.get("dist_type") == "continuous" and (self.found.world or 1) > 1:
+            raise CheckpointError(
+                f"{self.folder / file_stem(self.name)}_opt_args.json: keys of dist_type 'continuous' from "
+                f"{self.found.world} ranks are numbers within a rank, so they are ambiguous"
+            )
 
     def _check_sizes(self, entry: manifest.TableEntry) -> None:
         for name, stored in entry.files.items():
@@ -132,7 +142,7 @@ class DumpTable(Columns):
         if self.found.world is None:
             return False
         strategy = self.found.arguments.get("evict_strategy")
-        if self.spec or strategy is None:
+        if strategy is None:
             return bool(self._known and self._known.keeps_ages)
         return "KLru" in str(strategy)
 
@@ -195,10 +205,11 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
         identities: dict[str, str] = {}
         for folder in folders:
             of = manifest.Manifest.read(folder)
-            collection = of.collection if of else name_of(folder.name)
-            if of:
+            renamed = folder != path and (of is None or folder.name != file_stem(of.collection))
+            collection = of.collection if of and not renamed else name_of(folder.name)
+            if of and not folder.is_symlink():  # who links folders together knows which
                 identities[folder.name] = of.dump
-                self._check_collections(of, folder, whole=folder != path)
+                self._check_collections(of, folder, whole=folder != path and not renamed)
             if collection in self._tables:
                 raise CheckpointError(f"{folder}: collection {collection!r} is there twice")
             self._tables[collection] = self._open(folder, collection, of, (expected or {}).get(collection))
@@ -225,9 +236,11 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
                 for name, entry in of.tables.items()
             }
         if expected is not None:
+            stems = layouts.stems_in(folder)
             return {
                 name: DumpTable(folder, collection, file_stem(name), None, None, spec, self._states)
                 for name, spec in expected.items()
+                if file_stem(name) in stems
             }
         tables = (DumpTable(folder, collection, stem, None, None) for stem in layouts.stems_in(folder))
         return {table.name: table for table in tables}
@@ -267,6 +280,16 @@ def _is_collection(path: Path) -> bool:
 def collection_folders(path: Path) -> list[Path]:
     """The folders of the collections of a dump; none where there is no dump."""
     return [path] if _is_collection(path) else sorted(p for p in path.iterdir() if _is_collection(p))
+
+
+def collection_in(folder: Path) -> str:
+    """The collection whose folder this is. Raises FileNotFoundError, or CheckpointError where it is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"path should be the folder of a collection but is: {folder}")
+    if not _is_collection(folder):
+        raise CheckpointError(what_it_is(folder))
+    of = manifest.Manifest.read(folder)
+    return of.collection if of else name_of(folder.name)
 
 
 def is_log(path: Path) -> bool:

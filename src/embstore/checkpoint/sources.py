@@ -13,18 +13,20 @@ import numpy.typing as npt
 
 from embstore.arrays import address
 from embstore.checkpoint.spec import TableSpec
-from embstore.ownership import Ownership
+from embstore.ownership import AnyOwnership, Ownership
 from embstore.rows import Rows
 from embstore.table import Table
 
 BLOCK_BYTES = 4 << 20
+Counts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # keys and how often each was seen
 
 
 @dataclass(frozen=True)
 class Source:
     """Rows of a table that one rank writes: how many, and a reader that several threads may call until
-    it fills a buffer with no more rows. `removed` are the tombstones of an increment, `admission` the
-    counters of keys that have no row yet (Table.admission_counters), if there are any."""
+    it fills a buffer with no more rows. `removed` are the tombstones of an increment. Of keys that have no
+    row yet, `admission` is the filter of the table (Table.admission_counters) and `counts` are keys and
+    frequencies of a counter beside it, if there are any."""
 
     collection: str
     spec: TableSpec
@@ -32,8 +34,9 @@ class Source:
     read: Callable[[Rows], int]
     end: Callable[[], None] = lambda: None
     removed: npt.NDArray[np.int64] | None = None
-    ownership: Ownership = Ownership.ROUNDROBIN
+    ownership: AnyOwnership = Ownership.ROUNDROBIN
     admission: npt.NDArray[np.uint16] | None = None
+    counts: Counts | None = None
 
     @property
     def name(self) -> tuple[str, str]:
@@ -44,7 +47,9 @@ class Source:
         return self.count()
 
 
-def table_source(collection: str, table: Table, optim: bool, ownership: Ownership) -> Source:
+def table_source(
+    collection: str, table: Table, optim: bool, ownership: AnyOwnership, counts: Counts | None = None
+) -> Source:
     """The rows of a table, and of the store below it, as they are now, whatever happens to them later."""
     snapshot: list[Any] = [table.snapshot()]
 
@@ -56,6 +61,7 @@ def table_source(collection: str, table: Table, optim: bool, ownership: Ownershi
                 address(buffer.values),
                 address(buffer.states) if optim and table.state_width else 0,
                 address(buffer.scores),
+                uses=0 if buffer.uses is None else address(buffer.uses),
             )
         )
 
@@ -67,6 +73,7 @@ def table_source(collection: str, table: Table, optim: bool, ownership: Ownershi
         snapshot.clear,
         ownership=ownership,
         admission=table.admission_counters(),
+        counts=counts,
     )
 
 
@@ -76,7 +83,7 @@ def block_source(
     rows: int,
     blocks: Iterable[Rows],
     removed: npt.NDArray[np.int64] | None = None,
-    ownership: Ownership = Ownership.ROUNDROBIN,
+    ownership: AnyOwnership = Ownership.ROUNDROBIN,
 ) -> Source:
     """Rows that come in blocks, such as those of another dump."""
     lock = threading.Lock()
@@ -95,8 +102,10 @@ def block_source(
             buffer.scores[:n] = block.scores[:n]
             if buffer.states.shape[1]:
                 buffer.states[:n] = block.states[:n]
+            if buffer.uses is not None:
+                buffer.uses[:n] = 0 if block.uses is None else block.uses[:n]
             if n < len(block):
-                rest.append(Rows(block.keys[n:], block.values[n:], block.states[n:], block.scores[n:]))
+                rest.append(block[n:])
             return n
 
     return Source(collection, spec, lambda: rows, read, removed=removed, ownership=ownership)
@@ -113,8 +122,5 @@ def empty_block(spec: TableSpec, optim: bool) -> Rows:
         np.empty((n, spec.dim), np.float32),
         np.empty((n, spec.state_width if optim else 0), np.float32),
         np.empty(n, np.uint64),
+        np.empty(n, np.uint32) if spec.counts_uses else None,
     )
-
-
-def head(buffer: Rows, n: int) -> Rows:
-    return Rows(buffer.keys[:n], buffer.values[:n], buffer.states[:n], buffer.scores[:n])

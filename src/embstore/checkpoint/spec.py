@@ -21,8 +21,10 @@ ORIGINAL_TYPES = {
     "adagrad": "exact_adagrad",
     "rowwise_adagrad": "exact_row_wise_adagrad",
 }
-# Scores of these strategies are nanoseconds of a clock; the newest original layout keeps ages instead.
+# Scores of these strategies are nanoseconds of a clock.
 CLOCK_STRATEGIES = ("timestamp", "no_eviction")
+SCORE_WORDS = ("timestamp", "lfu")
+OPTIONAL = ("evict_least_used", "score_words")  # fields that older dumps do not have
 
 
 def checked(values: dict[str, Any], name: str, kind: type) -> Any:
@@ -52,6 +54,8 @@ class TableSpec:
 
     score           what the next training batch would have given its keys
     states          name and width of each optimizer state, in the order of a row
+    evict_least_used  whether keys are evicted by how often they were used
+    score_words     of a compound score: what its words are in files of layout v2, else empty
     """
 
     name: str
@@ -68,6 +72,13 @@ class TableSpec:
     init_capacity: int
     max_capacity: int
     bucket_capacity: int
+    evict_least_used: bool = False
+    score_words: tuple[str, ...] = ()
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether uses are counted beside scores."""
+        return self.evict_least_used and self.score_strategy != "lfu"
 
     @property
     def state_width(self) -> int:
@@ -83,7 +94,8 @@ class TableSpec:
 
     @property
     def keeps_ages(self) -> bool:
-        return self.score_strategy in CLOCK_STRATEGIES
+        """Whether layout v2 has ages in place of scores."""
+        return self.score_strategy == "timestamp" and not self.score_words
 
     def file_states(self) -> list[tuple[str, int, int]]:
         """(name in files, first column, width) of each state."""
@@ -95,13 +107,19 @@ class TableSpec:
         return columns
 
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in given.items() if name not in OPTIONAL or value}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> TableSpec:
         """The inverse of `to_dict`. Raises ValueError, or what Python raises for a wrong type or a missing
         field, when the values are not those of a table."""
-        known = {f.name: values[f.name] for f in fields(TableSpec)}
+        required = [f.name for f in fields(TableSpec) if f.name not in OPTIONAL]
+        known = {name: values[name] for name in required}
+        words = tuple(checked({"words": values.get("score_words", [])}, "words", list))
+        if words and sorted(words, key=str) != sorted(SCORE_WORDS):
+            raise ValueError(f"score_words should be {SCORE_WORDS} in any order but are: {words}")
+        least_used = checked({"least_used": values.get("evict_least_used", False)}, "least_used", bool)
         states = tuple((checked({"states": name}, "states", str), int(w)) for name, w in values["states"])
         for name, kind in (("name", str), ("initializer", dict)):
             checked(values, name, kind)
@@ -112,7 +130,7 @@ class TableSpec:
         count(values, "seed", most=(1 << 64) - 1)
         DType[checked(values, "dtype", str).upper()]
         ScoreStrategy[checked(values, "score_strategy", str).upper()]
-        spec = TableSpec(**{**known, "states": states})
+        spec = TableSpec(**{**known, "states": states, "evict_least_used": least_used, "score_words": words})
         optimizer = replace(spec.optimizer_object(), lr=values["learning_rate"])  # validates both
         if states != tuple(optimizer.state_names(spec.dim)):
             raise ValueError(f"states should be those of {type(optimizer).__name__} but are: {states}")
@@ -140,6 +158,8 @@ class TableSpec:
             init_capacity=options.init_capacity,
             max_capacity=options.max_capacity,
             bucket_capacity=options.bucket_capacity,
+            evict_least_used=options.evict_least_used,
+            score_words=table.score_words,
         )
 
     def optimizer_arguments(self) -> dict[str, Any]:
@@ -159,11 +179,11 @@ class TableSpec:
 
     def original_arguments(self, ownership: str) -> dict[str, Any]:
         """The same for the newest original layout, where it is the meta file of the table."""
-        strategy = {"lfu": "KLfu"}.get(self.score_strategy, "KLru" if self.keeps_ages else "KCustomized")
+        evict = "KLfu" if self.score_strategy == "lfu" or self.score_words else "KCustomized"
         arguments = self.optimizer_arguments()
         arguments["opt_type"] = ORIGINAL_TYPES.get(self.engine_optimizer, self.engine_optimizer)
-        arguments["evict_strategy"] = f"EvictStrategy.{strategy}"
-        if self.score_strategy == "step":
-            arguments["step_score"] = self.score
+        arguments["evict_strategy"] = f"EvictStrategy.{'KLru' if self.keeps_ages else evict}"
+        step = {"lfu": 1, "step": self.score, "customized": self.score}
+        arguments["step_score"] = step.get(self.score_strategy, 0)
         arguments["dist_type"] = ownership
         return arguments

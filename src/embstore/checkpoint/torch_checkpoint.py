@@ -37,7 +37,7 @@ from embstore.checkpoint.loading import ORDERED_ROWS, ascending_rows, losses_tol
 from embstore.checkpoint.parts import Array
 from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import ranks_of
-from embstore.ownership import Ownership, owner
+from embstore.ownership import AnyOwnership, Ownership, owner
 from embstore.rows import Rows
 from embstore.table import Table
 
@@ -88,7 +88,7 @@ class TablesState(Stateful):
             state[f"{part}.spec"] = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
         return state
 
-    def _owners(self, label: str) -> Ownership:
+    def _owners(self, label: str) -> AnyOwnership:
         collection, name, _ = self._tables[label]
         return ownership_of(self._ownership, collection, name)
 
@@ -191,7 +191,7 @@ class TablesState(Stateful):
                 if field not in part or part[field].shape != (len(part["keys"]), *shape):
                     raise CheckpointError(f"{self._saved_in}: {field} of table {label!r} do not fit its keys")
 
-    def _rows(self, part: dict[str, Array], by: Ownership) -> Rows:
+    def _rows(self, part: dict[str, Array], by: AnyOwnership) -> Rows:
         mine = owner(part["keys"], self._ranks.world, by) == self._ranks.rank
         return Rows(
             part["keys"][mine],

@@ -25,7 +25,7 @@ from embstore.checkpoint import manifest
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.files import combine, crc32, write_at, write_durably
 from embstore.checkpoint.names import file_stem
-from embstore.checkpoint.sources import Source, block_rows, empty_block, head
+from embstore.checkpoint.sources import Source, block_rows, empty_block
 from embstore.distributed.ranks import Ranks
 from embstore.formats.dynamicemb import Column, arguments_file, columns_to_write
 from embstore.rows import Rows
@@ -80,6 +80,13 @@ class PartWriter:
             return rows.scores
         if column.kind == "ages":
             return np.int64(self._taken_ns) - rows.scores.view(np.int64)
+        if column.kind == "uses":
+            assert rows.uses is not None
+            return rows.uses
+        if column.kind == "words":
+            assert rows.uses is not None
+            words = {"timestamp": rows.scores.view(np.int64), "lfu": rows.uses.astype(np.int64)}
+            return np.stack([words[word] for word in column.words], axis=1)
         states = rows.states[:, column.begin : column.begin + column.width]
         return np.ascontiguousarray(states)
 
@@ -233,6 +240,10 @@ class DumpJob:
                 if source.admission is not None:
                     name = admission_file(source.spec.name, rank, self._world)
                     found |= {name: [write_array(folder / name, source.admission)]}
+                for file, array in zip(
+                    counter_files(source.spec.name, rank, self._world), source.counts or ()
+                ):
+                    found |= {file: [write_array(folder / file, np.ascontiguousarray(array, np.int64))]}
                 for file, more in found.items():
                     pieces[i].setdefault(file, []).extend(more)
         return pieces
@@ -244,7 +255,7 @@ class DumpJob:
             buffer = empty_block(source.spec, self._options.optim)
             try:
                 while not failed.is_set() and (n := source.read(buffer)):
-                    self._written += writer.write(head(buffer, n))
+                    self._written += writer.write(buffer[:n])
                     if self._progress:
                         self._progress(self._written, total)
                     if self._between_blocks:
@@ -318,6 +329,12 @@ def removed_file(name: str) -> str:
 def admission_file(name: str, rank: int, world: int) -> str:
     """The counters of one rank for keys of a table that have no row yet: uint16."""
     return f"{file_stem(name)}_admission.rank_{rank}.world_size_{world}"
+
+
+def counter_files(name: str, rank: int, world: int) -> tuple[str, str]:
+    """The counter of one rank for keys of a table that have no row yet: int64 keys and frequencies."""
+    tail = f".rank_{rank}.world_size_{world}"
+    return f"{file_stem(name)}_counter_keys{tail}", f"{file_stem(name)}_counter_frequencies{tail}"
 
 
 def write_array(path: Path, array: npt.NDArray[Any]) -> tuple[int, int, int]:

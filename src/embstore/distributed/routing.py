@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from embstore import _core
-from embstore.ownership import Ownership
+from embstore.ownership import AnyOwnership, Ownership, engine_ownership
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def route_keys(
     keys: torch.Tensor,
     offsets: torch.Tensor,
     world: int,
-    ownership: Ownership = Ownership.ROUNDROBIN,
+    ownership: AnyOwnership = Ownership.ROUNDROBIN,
     *,
     unique: Sequence[bool] | None = None,
 ) -> Route:
@@ -50,14 +50,16 @@ def route_keys(
     if unique is not None and len(unique) != cells:
         raise ValueError(f"unique should have {cells} elements, one for each cell, but has: {len(unique)}")
     flags = None if unique is None or not any(unique) else torch.tensor(unique, dtype=torch.uint8)
+    rule, rows = engine_ownership(ownership)
     arrays = _core.route_keys(
         k.data_ptr(),
         k.numel(),
         o.data_ptr(),
         cells,
         world,
-        int(ownership),
+        rule,
         0 if flags is None else flags.data_ptr(),
+        rows,
     )
     return Route(*(torch.from_numpy(array) for array in arrays))
 

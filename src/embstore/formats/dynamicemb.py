@@ -20,7 +20,7 @@ from typing import Any
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size, read_json
 from embstore.checkpoint.names import STATE_MARK, file_stem
-from embstore.checkpoint.spec import FILE_STATES, ORIGINAL_TYPES, TableSpec
+from embstore.checkpoint.spec import CLOCK_STRATEGIES, FILE_STATES, ORIGINAL_TYPES, SCORE_WORDS, TableSpec
 
 WRITTEN = ("v1a", "v2")
 MOST_FLOATS = 1 << 20  # of a row in one file; more is a damaged file of keys or of values
@@ -31,13 +31,14 @@ _ANY_RANKED = re.compile(r"(?P<stem>.+)_emb_(keys|values|scores)\.rank_\d+\.worl
 
 @dataclass(frozen=True)
 class Column:
-    """One file of a table to be written: `kind` is keys, values, scores, ages or states."""
+    """One file of a table to be written: `kind` is keys, values, scores, ages, words, uses or states."""
 
     file: str
     kind: str
     row_bytes: int
     begin: int = 0  # states: the first float and how many
     width: int = 0
+    words: tuple[str, ...] = ()  # words: what the int64s of a score are
 
 
 def columns_to_write(spec: TableSpec, layout: str, optim: bool, rank: int, world: int) -> list[Column]:
@@ -48,24 +49,33 @@ def columns_to_write(spec: TableSpec, layout: str, optim: bool, rank: int, world
             Column(f"{stem}_keys", "keys", 8),
             Column(f"{stem}_values", "values", 4 * spec.dim),
             Column(f"{stem}_scores", "scores", 8),
+            *([Column(f"{stem}_uses", "uses", 4)] if spec.counts_uses else []),
         ]
         for name, begin, width in spec.file_states() if optim else []:
             state = f"{stem}{STATE_MARK}{name}"
             columns.append(Column(f"{state}_keys", "keys", 8))
             columns.append(Column(f"{state}_values", "states", 4 * width, begin, width))
-            if not spec.keeps_ages:
+            if spec.score_strategy not in CLOCK_STRATEGIES:
                 columns.append(Column(f"{state}_scores", "scores", 8))
         return columns
     tail = f".rank_{rank}.world_size_{world}"
     columns = [
         Column(f"{stem}_emb_keys{tail}", "keys", 8),
         Column(f"{stem}_emb_values{tail}", "values", 4 * spec.dim),
-        Column(f"{stem}_emb_scores{tail}", "ages" if spec.keeps_ages else "scores", 8),
+        _score_column(f"{stem}_emb_scores{tail}", spec),
     ]
+    if spec.counts_uses and not spec.score_words:  # what the original package has no word for
+        columns.append(Column(f"{stem}_uses{tail}", "uses", 4))
     if optim:
         width = spec.state_width
         columns.append(Column(f"{stem}_emb_opt_values{tail}", "states", 4 * width, 0, width))
     return columns
+
+
+def _score_column(file: str, spec: TableSpec) -> Column:
+    if spec.score_words:
+        return Column(file, "words", 8 * len(spec.score_words), words=spec.score_words)
+    return Column(file, "ages" if spec.keeps_ages else "scores", 8)
 
 
 def arguments_file(spec: TableSpec, layout: str, optim: bool, ownership: str) -> tuple[str, str] | None:
@@ -101,10 +111,12 @@ class Part:
     states: dict[str, Floats] = field(default_factory=dict)
     state_keys: dict[str, Path] = field(default_factory=dict)
     rank: int | None = None
+    words: tuple[str, ...] = ()  # of a score, where it has several
+    uses: Path | None = None
 
     @property
     def files(self) -> list[Path]:
-        paths = [self.keys, self.values.path, *([self.scores] if self.scores else [])]
+        paths = [self.keys, self.values.path, *(path for path in (self.scores, self.uses) if path)]
         paths += [state.path for state in self.states.values()]
         paths += self.state_keys.values()
         return list(dict.fromkeys(paths))
@@ -118,6 +130,7 @@ class Found:
     world: int | None  # of v2
     parts: list[Part]
     arguments: dict[str, Any]  # of {table}_opt_args.json, or empty
+    other_scores: bool = False  # there are scores, of another number of words than the table's
 
 
 def stems_in(folder: Path) -> list[str]:
@@ -241,19 +254,32 @@ def _find_v1(
         state_values = folder / f"{prefix}{name}_values"
         state_width = _width(state_values, _rows(state_keys[name], 8, "keys"))
         states[name] = Floats(state_values, state_width, 0, state_width)
-    return Found(
-        layout,
-        None,
-        [Part(rows, keys, Floats(values, width or dim, 0, dim), _optional(scores, rows), states, state_keys)],
-        arguments,
+    part = Part(
+        rows,
+        keys,
+        Floats(values, width or dim, 0, dim),
+        _optional(scores, rows, 8),
+        states,
+        state_keys,
+        uses=_optional(folder / f"{stem}_uses", rows, 4),
     )
+    return Found(layout, None, [part], arguments)
 
 
-def _optional(scores: Path, rows: int) -> Path | None:
+def _optional(path: Path, rows: int, row_bytes: int) -> Path | None:
+    if not os.path.lexists(path):
+        return None
+    _require(path, rows, row_bytes)
+    return path
+
+
+def _words_in(scores: Path, rows: int) -> int | None:
+    """How many words a score has; None without rows or without a file."""
     if not os.path.lexists(scores):
         return None
-    _require(scores, rows, 8)
-    return scores
+    words = 2 if rows and file_size(scores) == 16 * rows else 1
+    _require(scores, rows, 8 * words)
+    return words if rows else None
 
 
 def _may_be_concatenated(width: int, dim: int, arguments: dict[str, Any]) -> bool:
@@ -315,7 +341,7 @@ def _find_v2(
     if len(worlds) > 1:
         raise CheckpointError(f"{folder / stem}_emb_keys: files of different world sizes are mixed: {worlds}")
     world = worlds[0]
-    layout, parts = "v2", []
+    layout, parts, other_scores = "v2", [], False
     sizes: list[tuple[int, int]] = []  # rows and width of the vectors of each rank
     for rank in range(world):
         keys, values = (folder / f"{stem}_emb_{n}.rank_{rank}.world_size_{world}" for n in ("keys", "values"))
@@ -333,12 +359,24 @@ def _find_v2(
         newest, alpha = folder / f"{stem}_emb_opt_values{tail}", folder / f"{stem}_opt_values{tail}"
         if os.path.lexists(alpha) and not os.path.lexists(newest):
             layout, newest = "v2-alpha", alpha
-        if os.path.lexists(newest) and with_states:
+        if os.path.lexists(newest) and with_states and not other_optimizer(arguments, expected):
             names = expected.file_states() if expected else _original_states(arguments, dim)
             total = sum(width for _, _, width in names)
             states = _slices(newest, _width(newest, rows) if rows else total, 0, names, expected)
+        words = expected.score_words if expected else SCORE_WORDS if _words_in(scores, rows) == 2 else ()
+        fit = _words_in(scores, rows) in (None, len(words) or 1)
+        other_scores |= not fit
         parts.append(
-            Part(rows, keys, Floats(values, dim, 0, dim), _optional(scores, rows), states, rank=rank)
+            Part(
+                rows,
+                keys,
+                Floats(values, dim, 0, dim),
+                scores if fit and os.path.lexists(scores) else None,
+                states,
+                rank=rank,
+                words=words,
+                uses=_optional(folder / f"{stem}_uses{tail}", rows, 4),
+            )
         )
     lacking = [part for part in parts if not part.states]
     if with_states and 0 < len(lacking) < world:
@@ -346,7 +384,14 @@ def _find_v2(
             "_emb_keys.", "_emb_opt_values." if layout == "v2" else "_opt_values."
         )
         raise CheckpointError(f"{folder / missing}: is missing, other ranks have optimizer states")
-    return Found(layout, world, parts, arguments)
+    return Found(layout, world, parts, arguments, other_scores)
+
+
+def other_optimizer(arguments: dict[str, Any], expected: TableSpec | None) -> bool:
+    """Whether opt_args.json names another optimizer than that of the table."""
+    if expected is None or "opt_type" not in arguments or expected.engine_optimizer not in ORIGINAL_TYPES:
+        return False
+    return bool(arguments["opt_type"] != ORIGINAL_TYPES[expected.engine_optimizer])
 
 
 def _original_states(arguments: dict[str, Any], dim: int) -> list[tuple[str, int, int]]:

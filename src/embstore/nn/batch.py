@@ -22,6 +22,10 @@ from embstore.lookup import Access as Access
 from embstore.lookup import Pooling as Pooling
 from embstore.table import Table
 
+# Takes keys (n); returns a uint8 for each, 0 where it is not to be stored unless it is already, and (n, dim)
+# float32 as `Request.initial`. None: all may be stored, or the table's own initial vectors.
+Gate = Callable[[torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -34,6 +38,8 @@ class Request:
     initial    (n, dim) float32: what keys start with where they are not stored, or None for the initializer
     out        where the vectors go; made when None: (n, dim) or (bags, dim) of `dtype`
     gradient_positions  as `positions`, in the gradient as `Batch.arrange` returns it; None: the same
+    gate       decides in training which missing keys are stored, or None for all
+    missing    what the components of a missing key are where the access is READ_ZERO
     """
 
     table: Table
@@ -46,6 +52,8 @@ class Request:
     out: torch.Tensor | None = None
     dtype: torch.dtype | None = None
     gradient_positions: torch.Tensor | None = None
+    gate: Gate | None = None
+    missing: float = 0.0
 
     @property
     def bags(self) -> int:
@@ -90,6 +98,26 @@ def _graph_is_kept() -> bool:
     return asked is None or asked()  # unknown: rows stay pinned until the graph goes
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A training lookup ahead of its forward pass: rows are inserted and pinned, scores and counts renewed.
+
+    slots    of each request
+    vectors  of each request (n, dim) float32: what the keys read that got no row
+    """
+
+    slots: list[_core.SlotList]
+    vectors: list[torch.Tensor]
+
+
+def prepare(requests: Sequence[Request]) -> Prepared:
+    """Makes the training lookup of these requests now; `Batch.prepared` takes it over."""
+    plain = [Request(r.table, r.keys, initial=r.initial, dtype=torch.float32, gate=r.gate) for r in requests]
+    batch = Batch(plain)
+    vectors = batch.forward(Access.TRAIN)
+    return Prepared(batch.slots, vectors)
+
+
 class Batch:
     """The requests of one forward pass, and the rows that it pinned for the backward pass."""
 
@@ -112,11 +140,22 @@ class Batch:
         self.out = out
         self.gradient_scale = gradient_scale
         self.slots: list[_core.SlotList] = []
+        self.prepared: Prepared | None = None
 
     def forward(self, access: Access) -> list[torch.Tensor]:
         """Fills the outputs. Raises (or warns) when keys were refused, as their table asks for."""
-        outputs, core_requests = [], []
-        for r in self.requests:
+        prepared = self.prepared if access == Access.TRAIN else None
+        if prepared is not None:
+            access, self.slots = Access.READ_INITIAL, prepared.slots  # a training lookup has been made
+        outputs, core_requests, kept = [], [], []
+        filled = access == Access.READ_ZERO and any(r.missing for r in self.requests)
+        for number, r in enumerate(self.requests):
+            admitted, initial = None, r.initial if prepared is None else prepared.vectors[number]
+            if access == Access.TRAIN and r.gate is not None:
+                admitted, initial = r.gate(r.keys)
+            elif filled:
+                initial = torch.full((r.keys.numel(), r.table.dim), r.missing, dtype=torch.float32)
+            kept += [admitted, initial]
             out = r.output() if self.out is None else self.out
             dtype = engine_dtype(out.dtype)
             if dtype is None:
@@ -135,13 +174,15 @@ class Batch:
                     int(dtype),
                     r.table.dim,
                     _pointer(r.positions),
-                    _pointer(r.initial),
+                    _pointer(initial),
+                    _pointer(admitted),
                 )
             )
-        results = _core.look_up(core_requests, int(access))
+        results = _core.look_up(core_requests, int(Access.READ_INITIAL if filled else access))
         for r, (slots, refused) in zip(self.requests, results, strict=True):
             r.out = None  # the caller's from here on
-            self.slots.append(slots)
+            if prepared is None:
+                self.slots.append(slots)
             if refused:
                 r.table.report_refused(refused, r.keys.numel())
         if self.out is not None:
@@ -239,7 +280,8 @@ class _ReadWithWeights(torch.autograd.Function):
 
 def _vectors_of(request: Request, access: Access) -> torch.Tensor:
     """The vectors that a pooled request pools (n, dim)."""
-    (vectors,) = Batch([Request(request.table, request.keys, dtype=torch.float32)]).forward(access)
+    alone = Request(request.table, request.keys, dtype=torch.float32, missing=request.missing)
+    (vectors,) = Batch([alone]).forward(access)
     return vectors
 
 

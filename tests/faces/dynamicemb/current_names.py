@@ -58,7 +58,7 @@ NAMES = {
 
 # Importable, so that a block of imports passes; using one raises NotImplementedError.
 NOT_YET = {
-    "dynamicemb.batched_dynamicemb_tables": "BatchedDynamicEmbeddingTablesV2 StorageLayout",
+    "dynamicemb.batched_dynamicemb_tables": "StorageLayout",
     "dynamicemb.key_value_table": "DynamicEmbStorage DynamicEmbCache HybridStorage flush_cache eval_lookup",
     "dynamicemb.exportable_tables": """InferenceEmbeddingCollection create_inference_embedding_collection
         apply_inference_embedding_collection""",

@@ -60,7 +60,8 @@ def rows(tables: BatchedDynamicEmbeddingTables, name: str) -> dict[int, torch.Te
 def test_training_equals_torch_s_embeddings(mode: DynamicEmbPoolingMode, weighted: bool) -> None:
     if mode == NONE and weighted:
         with pytest.raises(ValueError, match="per_sample_weights"):
-            module((4, 4), pooling_mode=NONE)(torch.tensor([1]), torch.tensor([0, 1, 1, 1]), torch.ones(1))
+            halves = torch.full((1,), 0.5)  # without pooling they are counts
+            module((4, 4), pooling_mode=NONE)(torch.tensor([1]), torch.tensor([0, 1, 1, 1]), halves)
         return
     dims = (4, 4) if mode == NONE else (4, 8)
     tables = module(dims, pooling_mode=mode, optimizer=EmbOptimType.EXACT_SGD)

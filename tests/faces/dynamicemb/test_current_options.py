@@ -31,6 +31,7 @@ from dynamicemb import (
     DynamicEmbEvictStrategy,
     DynamicEmbInitializerArgs,
     DynamicEmbLoad,
+    DynamicEmbPoolingMode,
     DynamicEmbTableOptions,
     FrequencyAdmissionStrategy,
     KVCounter,
@@ -91,11 +92,12 @@ def test_other_score_strategies_are_refused(given: Any, error: type[Exception]) 
             use(given)
 
 
-def test_a_table_takes_none_and_a_tuple_of_one_but_no_compound_yet() -> None:
+def test_a_table_takes_none_a_tuple_of_one_and_a_compound() -> None:
     assert options(score_strategy=None).engine_strategy == embstore.ScoreStrategy.TIMESTAMP
     assert options(score_strategy=(LFU,)).engine_strategy == embstore.ScoreStrategy.LFU
-    with pytest.raises(NotImplementedError, match="use LFU"):
-        options(score_strategy=(TIMESTAMP, LFU))
+    compound = options(score_strategy=(LFU, TIMESTAMP))
+    assert compound.engine_strategy == embstore.ScoreStrategy.TIMESTAMP
+    assert compound.evicts_least_used and compound.score_words == ("lfu", "timestamp")
 
 
 def test_every_table_has_a_score_and_it_is_a_threshold() -> None:
@@ -136,9 +138,9 @@ def test_the_bytes_of_a_rank_are_rounded_up() -> None:
 
 def test_the_grouped_key_has_what_the_original_groups_by() -> None:
     strategy = FrequencyAdmissionStrategy(300, QUARTER)
-    with pytest.raises(NotImplementedError, match="threshold above 255"):
-        DynamicEmbTableOptions(admit_strategy=strategy)
-    made = DynamicEmbTableOptions(training=False, score_strategy=STEP, dist_type="hash_roundrobin")
+    made = DynamicEmbTableOptions(
+        training=False, score_strategy=STEP, dist_type="hash_roundrobin", admit_strategy=strategy
+    )
     assert made.get_grouped_key() == {
         "training": False,
         "caching": False,
@@ -146,17 +148,26 @@ def test_the_grouped_key_has_what_the_original_groups_by() -> None:
         "index_type": None,
         "dist_type": "hash_roundrobin",
         "score_strategy": STEP,
-        "admit_strategy": None,
+        "admit_strategy": strategy,
     }
 
 
-def test_a_missing_key_in_eval_reads_the_constant_zero() -> None:
+@pytest.mark.parametrize("pooling", [DynamicEmbPoolingMode.SUM, DynamicEmbPoolingMode.NONE])
+def test_a_missing_key_in_eval_reads_the_constant_of_its_table(pooling: DynamicEmbPoolingMode) -> None:
     with pytest.raises(ValueError, match="eval_initializer_args should be"):
         options(eval_initializer_args=DynamicEmbInitializerArgs(Mode.NORMAL))
-    with pytest.raises(NotImplementedError, match=r"eval_initializer_args .* 0\.5"):
-        options(eval_initializer_args=DynamicEmbInitializerArgs(Mode.CONSTANT, value=0.5))
-    module = tables(options(eval_initializer_args=DynamicEmbInitializerArgs(Mode.CONSTANT))).eval()
-    assert not module(torch.tensor([5]), torch.tensor([0, 1])).any()
+    constants = (0.0, -0.5)
+    given = [DynamicEmbInitializerArgs(Mode.CONSTANT, value=value) for value in constants]
+    module = tables(*(options(eval_initializer_args=args) for args in given), pooling_mode=pooling)
+    ids, bags = torch.tensor([7, 5, 7, 5]), torch.tensor([0, 1, 2, 3, 4])
+    module(torch.tensor([7, 7]), torch.tensor([0, 1, 2])).sum().backward()
+    read = module.eval()(ids, bags).reshape(-1, 4)
+    moved = 0.25 - 0.5
+    expected = (
+        [moved, 0.0, moved, -0.5] if pooling == DynamicEmbPoolingMode.NONE else [moved, moved, 0.0, -0.5]
+    )
+    assert read.tolist() == [[value] * 4 for value in expected]
+    assert [len(t.table) for t in module.dynamic_tables.values()] == [1, 1]
 
 
 def test_a_storage_class_as_external_storage_is_refused_with_what_to_give() -> None:
@@ -204,14 +215,6 @@ def test_one_bucket_evicts_exactly_the_oldest_keys() -> None:
 # ---- admission
 
 
-class _Never(AdmissionStrategy):
-    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        return frequencies < 0
-
-    def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
-        return False
-
-
 def test_a_frequency_strategy_admits_from_its_threshold_on() -> None:
     strategy = FrequencyAdmissionStrategy(np.uint64(300), QUARTER)
     assert strategy == copy.deepcopy(strategy) and hash(strategy) == hash(copy.deepcopy(strategy))
@@ -237,17 +240,129 @@ def test_a_table_admits_keys_with_a_counter_beside(threshold: int, batches: int)
         assert len(table) == (number >= batches)
 
 
-def test_what_admission_cannot_do_yet_is_said() -> None:
-    assert (KVCounter(64).bucket_capacity, KVCounter(64).key_type) == (1024, torch.int64)
-    with pytest.raises(NotImplementedError, match="use FrequencyAdmissionStrategy"):
-        options(admit_strategy=_Never())
-    with pytest.raises(NotImplementedError, match="use KVCounter"):
-        options(admission_counter=MultiTableKVCounter([KVCounter(4)]))
+@pytest.mark.parametrize("counter", [None, KVCounter(64)])
+def test_a_threshold_above_255_counts_every_occurrence(counter: KVCounter | None) -> None:
+    module = tables(
+        options(admit_strategy=FrequencyAdmissionStrategy(np.uint64(300)), admission_counter=counter)
+    )
+    table = module.dynamic_tables["t0"].table
+    train(module, *[-7] * 299, 5)
+    assert len(table) == 0
+    train(module, -7)
+    assert table.rows().keys.tolist() == [-7]
+    table.erase([-7])
+    train(module, -7)
+    assert len(table) == 0, "it counts from 0 again"
+
+
+def test_a_refused_key_reads_the_initializer_of_the_strategy() -> None:
+    half = DynamicEmbInitializerArgs(Mode.CONSTANT, value=0.5)
+    module = tables(options(admit_strategy=FrequencyAdmissionStrategy(2, half)))
+    assert train(module, 7).tolist() == [[0.5] * 4]
+    assert train(module, 7, 9).tolist() == [[0.75] * 4], "7 has a row now, which starts at 0.25"
+    assert train(module, 7).tolist() == [[-0.25] * 4], "and it moved"
+
+
+class _OddKeys(AdmissionStrategy):
+    """Admits odd keys from their second occurrence on; others read 9."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], list[int]]] = []
+
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        self.asked.append((keys.tolist(), frequencies.tolist()))
+        return (keys % 2 == 1) & (frequencies >= 2)
+
+    def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
+        buffer[indices] = 9.0
+        return True
+
+
+class _DictCounter(Counter):
+    def __init__(self) -> None:
+        self.counts: dict[tuple[int, int], int] = {}
+
+    def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        names = list(zip(table_ids.tolist(), keys.tolist(), strict=True))
+        for name, more in zip(names, frequencies.tolist(), strict=True):
+            self.counts[name] = self.counts.get(name, 0) + more
+        return torch.tensor([self.counts[name] for name in names])
+
+    def erase(self, keys: torch.Tensor, table_ids: torch.Tensor) -> None:
+        for name in zip(table_ids.tolist(), keys.tolist(), strict=True):
+            self.counts.pop(name, None)
+
+    def memory_usage(self, mem_type: MemoryType = MemoryType.DEVICE) -> int:
+        return 0
+
+    def load(self, key_file: str, counter_file: str, table_id: int) -> None:
+        for key, count in zip(np.fromfile(key_file, np.int64), np.fromfile(counter_file, np.int64)):
+            self.counts[table_id, int(key)] = int(count)
+
+    def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
+        mine = {key: count for (table, key), count in self.counts.items() if table == table_id}
+        np.array(list(mine), np.int64).tofile(key_file)
+        np.array(list(mine.values()), np.int64).tofile(counter_file)
+
+
+def test_a_strategy_and_a_counter_of_the_users_own_decide(tmp_path: Path) -> None:
+    def build() -> tuple[Any, _OddKeys, _DictCounter]:
+        strategy, counter = _OddKeys(), _DictCounter()
+        option = options(admit_strategy=strategy, admission_counter=counter)
+        return tables(option, option), strategy, counter
+
+    module, strategy, counter = build()
+    ids = torch.tensor([7, 7, 3, 8, 8, 7])  # table 0: 7 7 3, table 1: 8 8 7
+    out = module(ids, torch.arange(7))
+    assert out[:, 0].tolist() == [0.25, 0.25, 9.0] and out[:, 4].tolist() == [9.0, 9.0, 9.0]
+    assert strategy.asked == [([3, 7], [1, 2]), ([7, 8], [1, 2])]
+    assert counter.counts == {(0, 3): 1, (1, 7): 1, (1, 8): 2}, "those who get a row are forgotten"
+    out.sum().backward()
+    assert [t.table.rows().keys.tolist() for t in module.dynamic_tables.values()] == [[7], []]
+    DynamicEmbDump(str(tmp_path / "d"), module, counter=True)
+    again, _, restored = build()
+    DynamicEmbLoad(str(tmp_path / "d"), again, counter=True)
+    assert restored.counts == counter.counts
+    module.eval()(ids, torch.arange(7))
+    assert restored.counts == counter.counts, "evaluation counts nothing"
+
+
+class _WrongLength(_OddKeys):
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        return torch.ones(keys.numel() + 1, dtype=torch.bool)
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    module = tables(options(admit_strategy=_WrongLength()))
+    with pytest.raises(
+        ValueError, match=r"admit of _WrongLength should return a bool for each of the 2 keys"
+    ):
+        train(module, 7, 8)
+    assert len(module.dynamic_tables["t0"].table) == 0
     with pytest.raises(ValueError, match="admission_counter should be"):
         options(admission_counter=3)
-    other = DynamicEmbInitializerArgs(Mode.CONSTANT, value=0.0)
-    with pytest.warns(UserWarning, match="initializer_args of the admit_strategy of table 't0'"):
-        tables(options(admit_strategy=FrequencyAdmissionStrategy(2, other)))
+
+
+def test_counts_of_keys_without_a_row_survive_a_dump_unless_told_otherwise(tmp_path: Path) -> None:
+    def build() -> Any:
+        strategy = FrequencyAdmissionStrategy(3)
+        return tables(options(admit_strategy=strategy, admission_counter=KVCounter(64)))
+
+    module = build()
+    train(module, 7, 7, 9)
+    DynamicEmbDump(str(tmp_path / "with"), module, counter=True)
+    DynamicEmbDump(str(tmp_path / "without"), module, counter=False)
+    for name, admitted in (("with", [7]), ("without", [])):
+        again = build()
+        train(again, 9)  # what it counted so far is replaced
+        DynamicEmbLoad(str(tmp_path / name), again, counter=True)
+        train(again, 7)
+        assert again.dynamic_tables["t0"].table.rows().keys.tolist() == admitted
+    files = {path.name for path in (tmp_path / "with" / "model").iterdir()}
+    tail = ".rank_0.world_size_1"
+    assert {f"t0_counter_keys{tail}", f"t0_counter_frequencies{tail}"} <= files
+    counted = np.fromfile(tmp_path / "with" / "model" / f"t0_counter_frequencies{tail}", np.int64)
+    assert counted.tolist() == [2, 1]
 
 
 def test_a_counter_keeps_the_largest_counts_and_survives_files(tmp_path: Path) -> None:
@@ -262,7 +377,7 @@ def test_a_counter_keeps_the_largest_counts_and_survives_files(tmp_path: Path) -
     other = MultiTableKVCounter([KVCounter(8)])
     other.load(*files, 0)
     assert other.add(torch.tensor([1, 3]), torch.tensor([0, 0]), torch.tensor([1, 1])).tolist() == [7, 1]
-    assert other.memory_usage(MemoryType.HOST) == 32 and other.memory_usage() == 0
+    assert other.memory_usage(MemoryType.HOST) > 0 and other.memory_usage() == 0
     (tmp_path / "counts").write_bytes(b"")
     with pytest.raises(ValueError, match="expected 1 counts"):
         other.load(*files, 0)

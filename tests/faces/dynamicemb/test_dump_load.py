@@ -62,7 +62,10 @@ def test_tables_are_chosen_by_name(tmp_path: Path) -> None:
     assert list(embstore.open_dump(path)["model"]) == ["t1"]
     (after,) = ranks.run(1, jobs.load, path, "ebc", specs(), ADAM, table_names=["t1"], timeout=150)
     assert after["rows"] == {"t0": {}, "t1": before[0]["rows"]["t1"]}
-    for _, message, _ in ranks.errors(1, jobs.load, path, "ebc", specs(), ADAM, timeout=150):
+    (after,) = ranks.run(1, jobs.load, path, "ebc", specs(), ADAM, timeout=150)
+    assert after["rows"]["t0"] == {}, "a table that is not in the dump stays as it is"
+    named = {"model": ["t0", "t1"]}
+    for _, message, _ in ranks.errors(1, jobs.load, path, "ebc", specs(), ADAM, named, timeout=150):
         assert "t0_keys: is missing" in message
 
 

@@ -124,7 +124,7 @@ def test_options_are_equal_where_tables_may_share_a_group() -> None:
         ("global_hbm_for_values", -1),
         ("evict_strategy", "lru"),
         ("safe_check_mode", 9),
-        ("dist_type", "continuous"),
+        ("dist_type", "blocks"),
         ("admit_strategy", 3),
         ("initializer_args", None),
     ],

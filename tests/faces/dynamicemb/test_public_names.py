@@ -226,5 +226,12 @@ def test_optimizer_args_become_the_engine_s_optimizer() -> None:
     assert adam.clip_value == 1.0
     plain = OptimizerArgs().fused_params(dynamicemb.EmbOptimType.EXACT_SGD)
     assert plain == {"optimizer": dynamicemb.EmbOptimType.EXACT_SGD}
-    with pytest.warns(UserWarning, match="'eta'"):
-        engine_optimizer(OptimizerArgs(eta=0.5).fused_params(dynamicemb.EmbOptimType.SGD), "t")
+    for name, value in {"eta": 0.5, "max_norm": 1.0, "momentum": 0.5, "weight_decay_mode": 2}.items():
+        given = OptimizerArgs(**{name: value}).fused_params(dynamicemb.EmbOptimType.SGD)
+        with pytest.raises(ValueError, match=f"{name} of table 't' should be"):
+            engine_optimizer(given, "t")
+        usual = {name: getattr(OptimizerArgs(), name), "optimizer": dynamicemb.EmbOptimType.SGD}
+        assert engine_optimizer(usual, "t").lr == 0.01
+    for name in ("counter_based_regularization", "cowclip_regularization"):
+        with pytest.raises(ValueError, match=f"{name} of table 't' should be None"):
+            engine_optimizer({name: object()}, "t")
