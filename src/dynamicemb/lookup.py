@@ -168,7 +168,7 @@ class BagLookup(Lookup):
         )
         whole.prepared, self.prepared = self.prepared, None
         if alone:
-            (out,) = run_batch(whole, self._access, self._anchor)
+            (out,) = run_batch(whole, self._access, self._anchor, [r.weights for r in requests])
         else:
             out = SumOfOwners.apply(self._trained, whole, self._access, batch.samples, self._ranks)
             if batch.mean_scale is not None:

@@ -10,6 +10,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import embstore
 from dynamicemb.lookup import BagLookup, KeyLookup, Lookup, NoOutputDist
@@ -122,6 +123,23 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         return [self._spread[config.name] for config in self._configs for _ in config.feature_names]
 
 
+def signed(features: Any) -> Any:
+    """The same batch with int64 ids where they are uint64, which many operators of torch do not know."""
+    if not isinstance(features, KeyedJaggedTensor) or features.values().dtype != torch.uint64:
+        return features
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values().view(torch.int64),
+        features.weights_or_none(),
+        features.lengths_or_none(),
+        features.offsets_or_none(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
 class DynamicCollection(HoldsDynamicTables):
     """What both sharded collections add to TorchRec's."""
 
@@ -130,7 +148,7 @@ class DynamicCollection(HoldsDynamicTables):
     def input_dist(self, ctx: Any, features: Any) -> Any:
         try:
             self.check_trained()
-            return super().input_dist(ctx, self._prepared(ctx, features))  # type: ignore[misc]
+            return super().input_dist(ctx, self._prepared(ctx, signed(features)))  # type: ignore[misc]
         except BaseException as error:
             # TorchRec found a fault before our exchange: the other ranks wait in it, and will say why.
             for sharding in self._dynamic_shardings:

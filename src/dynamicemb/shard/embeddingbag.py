@@ -42,6 +42,15 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
             return DynamicSharding(sharding_infos, env)
         return super().create_embedding_bag_sharding(sharding_infos, env, *args, **keywords)
 
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        # TorchRec checks the range of the ids of the first batch. Every id of a dynamic table is legal.
+        configs = self._embedding_bag_configs
+        self._embedding_bag_configs = [c for c in configs if c.name not in self.dynamic_tables]
+        try:
+            return super().input_dist(ctx, features)
+        finally:
+            self._embedding_bag_configs = configs
+
     def _prepared(self, ctx: Any, features: Any) -> Any:
         if self.dynamic_tables and isinstance(features, KeyedJaggedTensor):
             features = expand_variable_batch(features)

@@ -265,6 +265,8 @@ class _ReadWithWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         of_weights: list[torch.Tensor | None] = []
+        if len(gradients) == 1:  # of the one tensor that all requests wrote into
+            gradients = gradients * len(ctx.requests)
         for r, w, vectors, g in zip(ctx.requests, ctx.saved_tensors, ctx.vectors, gradients, strict=True):
             if vectors is None or g is None:
                 of_weights.append(None)
@@ -272,6 +274,8 @@ class _ReadWithWeights(torch.autograd.Function):
             lengths = r.offsets.diff()
             bag_of = torch.repeat_interleave(torch.arange(r.bags), lengths)
             g = g.to("cpu", torch.float32)
+            if r.positions is not None:
+                g = g.reshape(-1)[r.positions.unsqueeze(1) + torch.arange(r.table.dim)]
             if r.pooling == Pooling.MEAN:
                 g = g / lengths.clamp(min=1).unsqueeze(1)
             of_weights.append((g[bag_of] * vectors).sum(1).view(w.shape).to(w))
@@ -381,11 +385,11 @@ def as_offsets(offsets: torch.Tensor, n: int, *, include_last: bool) -> torch.Te
 
 
 def as_weights(weights: torch.Tensor, n: int) -> torch.Tensor:
-    """Per-sample weights as float32 on the CPU, one for each key."""
+    """Per-sample weights as float32 on the CPU, one for each key; they keep their graph."""
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"per_sample_weights should be a tensor but is: {type(weights).__name__}")
     if not weights.is_floating_point():
         raise TypeError(f"per_sample_weights should be floats but their dtype is: {weights.dtype}")
     if weights.numel() != n:
         raise ValueError(f"per_sample_weights should have {n} elements but has: {weights.numel()}")
-    return weights.detach().to(device="cpu", dtype=torch.float32).contiguous().view(-1)
+    return weights.to(device="cpu", dtype=torch.float32).contiguous().view(-1)

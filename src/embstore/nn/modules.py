@@ -138,7 +138,7 @@ def ask_bags(
             raise ValueError(f"ids should have one dimension with offsets but have: {ids.dim()}")
         offsets = as_offsets(offsets, keys.numel(), include_last=include_last)
     pooling = Pooling.MEAN if mode == "mean" else Pooling.SUM
-    values = None if weights is None else as_weights(weights, keys.numel())
+    values = None if weights is None else as_weights(weights, keys.numel()).detach()
     return Asked(Request(table, keys, pooling, offsets, values), weights)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -434,4 +435,35 @@ def with_caching(budget_rows: int, caching: bool) -> dict[str, Any]:
         "max_capacity": table.stats().max_capacity,
         "below": len(made[0]),
         "same": bool((table.rows().values == whole.rows().values).all()),
+    }
+
+
+def any_id(kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Ids far beyond num_embeddings and, as int64, negative ones; what is logged and warned meanwhile."""
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    listener, level = Listener(logging.WARNING), logging.root.manager.disable
+    logger = logging.getLogger("torchrec.sparse.jagged_tensor_validator")
+    logging.disable(logging.NOTSET)
+    logger.addHandler(listener)
+    try:
+        options = {"index_type": dtype}
+        model = dmp(kind, [Spec("t0", ("f0",), options=options), Spec("t1", ("f1",), options=options)])
+        values = torch.tensor([5, -1, -(2**63), 1 << 62, 7, 7]).view(dtype)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            batch = KeyedJaggedTensor(["f0", "f1"], values, lengths=torch.tensor([2, 1, 0, 3]))
+            answer = model(batch)
+            loss_of(answer).backward()
+    finally:
+        logger.removeHandler(listener)
+        logging.disable(level)
+    return {
+        "heard": heard + [str(w.message) for w in warned],
+        "answer": {name: v.detach() for name, v in outputs(answer).items()},
+        "keys": {name: t.rows().keys.tolist() for name, t in tables(model).items()},
     }

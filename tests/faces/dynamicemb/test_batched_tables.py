@@ -70,8 +70,9 @@ def test_training_equals_torch_s_embeddings(mode: DynamicEmbPoolingMode, weighte
     used: tuple[set[int], set[int]] = (set(), set())
     for step, samples in enumerate((7, 1, 97)):
         indices, offsets = batch(samples, step)
-        weights = torch.rand(indices.numel()) + 0.5 if weighted else None
-        out = tables(indices, offsets, weights)
+        weights = (torch.rand(indices.numel()) + 0.5).requires_grad_() if weighted else None
+        given = None if weights is None else weights.detach().clone().requires_grad_()
+        out = tables(indices, offsets, given)
         pieces = []
         for feature, table in enumerate((0, 0, 1)):
             starts = offsets[feature * samples : (feature + 1) * samples + 1]
@@ -93,12 +94,35 @@ def test_training_equals_torch_s_embeddings(mode: DynamicEmbPoolingMode, weighte
         (out * scale).sum().backward()
         sgd.zero_grad()
         (expected * scale).sum().backward()
+        if weights is not None:
+            torch.testing.assert_close(given.grad, weights.grad)
         sgd.step()
     for table, name in enumerate(("user", "item")):
         found = rows(tables, name)
         assert set(found) == used[table]
         for key, row in found.items():
             torch.testing.assert_close(row, twins[table][key].detach())
+
+
+@pytest.mark.parametrize("mode", [SUM, MEAN])
+def test_per_sample_weights_get_their_gradient_in_evaluation(mode: DynamicEmbPoolingMode) -> None:
+    tables = module((4, 8), pooling_mode=mode)
+    indices, offsets = batch(7, 0)
+    tables(indices, offsets).sum().backward()
+    before = rows(tables, "user")
+    weights = torch.rand(indices.numel(), requires_grad=True)
+    out = tables.eval()(indices, offsets, weights)
+    upstream = torch.randn(out.shape)
+    out.backward(upstream)
+    assert rows(tables, "user").keys() == before.keys()
+    found = [rows(tables, name) for name in ("user", "user", "item")]
+    columns = [slice(0, 4), slice(4, 8), slice(8, 16)]
+    for feature in range(3):
+        for sample in range(7):
+            first, last = offsets[feature * 7 + sample : feature * 7 + sample + 2].tolist()
+            for i in range(first, last):
+                vector = found[feature][int(indices[i])] / (last - first if mode == MEAN else 1)
+                torch.testing.assert_close(weights.grad[i], vector @ upstream[sample, columns[feature]])
 
 
 def test_eval_reads_and_a_half_output_comes_back_as_asked() -> None:

@@ -183,3 +183,22 @@ def test_with_caching_memory_holds_what_fits_the_budget(
     assert result["in_memory"] <= capacity
     assert result["in_memory"] + result["below"] >= 400
     assert (result["below"] > 0) == (capacity < 400)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+@pytest.mark.parametrize("kind", ["ebc", "ec"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_id_of_64_bits_is_legal_whatever_num_embeddings_says(
+    world: int, kind: str, dtype: torch.dtype
+) -> None:
+    results = ranks.run(world, jobs.any_id, kind, dtype)
+    stored: dict[str, set[int]] = {"t0": set(), "t1": set()}
+    for result in results:
+        assert result["heard"] == []
+        for name, keys in result["keys"].items():
+            stored[name].update(keys)
+    assert stored == {"t0": {5, -1, -(2**63)}, "t1": {1 << 62, 7}}
+    bags = results[0]["answer"]
+    lengths = {"f0": [2, 1], "f1": [0, 3]} if kind == "ebc" else {"f0": [1, 1, 1], "f1": [1, 1, 1]}
+    for name, expected in lengths.items():
+        assert (bags[name] == 0.25 * torch.tensor(expected).unsqueeze(1)).all()
