@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cassert>
 
 namespace embstore {
 namespace {
@@ -60,6 +61,7 @@ Grouping::Grouping(const Row* rows, int64_t n, int64_t limit)
 }
 
 uint32_t Grouping::PartitionOf(Row row) const {
+  assert(row >= 0);
   if (steps_ < 0) return 0;
   const auto number = static_cast<uint32_t>(row);
   const int shift = std::bit_width(number | 1u << steps_) - 1 - steps_;

@@ -1,12 +1,14 @@
 #include "embstore/key_index.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "embstore/parallel.h"
+#include "invariant.h"
 #include "probe.h"
 
 namespace embstore {
@@ -121,6 +123,38 @@ IndexView KeyIndex::view() const {
   return view;
 }
 
+std::pair<Slot, Slot> KeyIndex::Gap() const {
+  const int64_t bucket = bucket_groups_ * IndexGroup::kSlots;
+  const auto grown_stripe = static_cast<int64_t>(grown_.buckets >> before_.stripe_bits);
+  return {static_cast<Slot>(not_grown_ * before_.stripe_buckets * bucket),
+          static_cast<Slot>(not_grown_ * grown_stripe * bucket)};
+}
+
+void KeyIndex::CheckInvariants() const {
+  int64_t used = 0, aside = 0;
+  VisitAll([&](Slot slot, const IndexEntry& entry) {
+    ++used;
+    aside += slot >= kFirstOverflowSlot;
+    if (slot < kFirstOverflowSlot) {
+      const auto [home, second] = BucketsOf(Hash(entry.key));
+      const int64_t bucket = slot / kGroup / bucket_groups_;
+      RequireInvariant(bucket == home || bucket == second,
+                       "a key lies in its home or second bucket");
+    }
+    RequireInvariant(Find(entry.key) == slot, "a key is found where it lies");
+  });
+  RequireInvariant(used == size_, "size() counts the keys");
+  RequireInvariant(aside == overflow_used_, "overflow_size() counts the keys aside");
+  RequireInvariant(2 * aside <= std::ssize(overflow_), "half of the overflow area is free");
+  const auto is_free = [](uint64_t score) { return score == 0; };
+  const auto check = [](Slot, const IndexEntry& entry) {
+    RequireInvariant(entry.key == 0, "the key of a free slot is 0");
+  };
+  const auto [gap_begin, gap_end] = Gap();
+  VisitScores(0, gap_begin, is_free, check);
+  VisitScores(gap_end, static_cast<Slot>(slots()), is_free, check);
+}
+
 int64_t KeyIndex::StripeOf(uint64_t hash) const {
   // Where stripes are split while they grow, both halves are one here.
   return static_cast<int64_t>(embstore::StripeOf(hash, not_grown_ ? before_ : grown_));
@@ -218,6 +252,7 @@ bool KeyIndex::InsertInto(IndexGroup* groups, const IndexLayout& layout, const I
 }
 
 bool KeyIndex::Insert(const IndexEntry& entry, uint64_t hash) {
+  assert(entry.score != 0 && hash == Hash(entry.key));
   return InsertInto(groups(), LayoutAt(hash), entry, hash);
 }
 
@@ -247,6 +282,7 @@ void KeyIndex::PutAside(const IndexEntry& entry) {
 }
 
 void KeyIndex::Erase(Slot slot) {
+  assert(score(slot) != 0);
   const int64_t key = this->key(slot);
   const uint64_t hash = Hash(key);
   const IndexView v = view();

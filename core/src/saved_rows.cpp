@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -64,6 +65,7 @@ SavedRows::Block SavedRows::NewBlock() const {
 
 void SavedRows::Add(int64_t number, int64_t key, uint64_t score, uint32_t uses,
                     const std::byte* row, int64_t bytes) {
+  assert(bytes <= row_bytes_);
   Shard& shard = shards_[number % kShards];
   std::lock_guard guard(shard.mutex);
   if (shard.blocks.empty() || shard.blocks.back().count_ == rows_per_block_) {

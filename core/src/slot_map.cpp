@@ -9,6 +9,7 @@
 #include "embstore/hash.h"
 #include "embstore/kernels.h"
 #include "embstore/score_clock.h"
+#include "invariant.h"
 
 namespace embstore {
 namespace {
@@ -255,6 +256,26 @@ std::vector<KeySlot> SlotMap::UsedSince(int64_t since) const {
   std::sort(used.begin(), used.end(),
             [](const KeySlot& a, const KeySlot& b) { return a.slot < b.slot; });
   return used;
+}
+
+void SlotMap::CheckInvariants() const {
+  index_.CheckInvariants();
+  std::vector<uint64_t> unclaimed = free_;
+  VisitUsed([&](Slot, const IndexEntry& entry) {
+    const int64_t slot = SlotOf(entry.score);
+    RequireInvariant(slot >= 0 && slot < slots_, "a key has one of the slots");
+    uint64_t& word = unclaimed[static_cast<size_t>(slot / 64)];
+    const uint64_t bit = uint64_t{1} << (slot % 64);
+    RequireInvariant((word & bit) == 0, "a slot is free or belongs to one key");
+    word |= bit;
+  });
+  for (int64_t slot = 0; slot < slots_; ++slot) {
+    RequireInvariant(unclaimed[static_cast<size_t>(slot / 64)] >> (slot % 64) & 1,
+                     "a slot without a key is free");
+  }
+  for (size_t word = 0; word < first_free_word_; ++word) {
+    RequireInvariant(free_[word] == 0, "no slot below first_free_word_ is free");
+  }
 }
 
 }  // namespace embstore

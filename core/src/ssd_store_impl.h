@@ -98,6 +98,7 @@ class SsdStoreImpl final : public SsdStore {
   std::vector<std::string> Checkpoints() const override;
   void DeleteCheckpoint(const std::string& name) override;
   void Close() override;
+  void CheckInvariants() const override;
 
  private:
   friend class SsdScanner;

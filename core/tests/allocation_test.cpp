@@ -91,6 +91,7 @@ TEST(A batch that runs out of memory changes nothing and can be repeated) {
           [&] {
             CHECK(values() == before);
             CHECK_EQ(CountFound(*table, keys), 0);
+            table->CheckInvariants();
             if (!c.store) CHECK_EQ(table->size(), c.before);
             CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
           });
@@ -99,9 +100,9 @@ TEST(A batch that runs out of memory changes nothing and can be repeated) {
       CHECK_EQ(CountFound(*table, keys), c.batch);
       for (size_t i = 0; i < keys.size(); ++i) CHECK(list.out[3 * i] != -1.0f);
       CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
-      // No row has two keys.
       LookUpOne(table, Range(200000, 200400));
       CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
+      table->CheckInvariants();
     }
   }
   SetNumThreads(2);

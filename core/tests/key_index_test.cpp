@@ -72,6 +72,7 @@ void Insert(KeyIndex& index, Model& model, int64_t key, uint64_t score) {
 
 // The index holds exactly the model, by every way of asking.
 void CheckHolds(const KeyIndex& index, const Model& model) {
+  index.CheckInvariants();
   CHECK_EQ(index.size(), static_cast<int64_t>(model.size()));
   std::vector<int64_t> keys;
   for (const auto& [key, score] : model) {
@@ -349,6 +350,19 @@ TEST(What was erased can be put back where it was) {
   for (int64_t key : newcomers) index.Erase(index.Find(key));
   for (const auto& [slot, entry] : gone) index.PutBack(slot, entry);
   CheckHolds(index, model);
+}
+
+TEST(A broken invariant is named) {
+  KeyIndex index({.init_capacity = 128, .max_capacity = 1024, .seed = 4});
+  Model model;
+  for (int64_t key : RandomKeys(97, 2)) Insert(index, model, key, 8);
+  index.CheckInvariants();
+  index.AddSize(1);
+  CHECK_THROWS(std::logic_error, "size() counts the keys", index.CheckInvariants());
+  index.AddSize(-1);
+  const Slot slot = index.Find(1);
+  index.view().groups[slot / IndexGroup::kSlots].keys[slot % IndexGroup::kSlots] ^= 7 << 20;
+  CHECK_THROWS(std::logic_error, "broken invariant: a key", index.CheckInvariants());
 }
 
 TEST(A cleared index is empty at the same capacity and takes keys again) {

@@ -40,6 +40,7 @@ void RunBatches(int64_t slots, int64_t universe, int64_t batch, int batches) {
     std::set<int64_t> used;
     for (const auto& [key, slot] : slot_of) CHECK(used.insert(slot).second && slot < slots);
     CHECK_EQ(map.size(), static_cast<int64_t>(slot_of.size()));
+    map.CheckInvariants();
   }
 }
 

@@ -9,7 +9,7 @@
 #include "check.h"
 #include "embstore/checksum.h"
 #include "embstore/parallel.h"
-#include "table_oracle.h"
+#include "snapshot_oracle.h"
 
 namespace embstore {
 namespace {
@@ -19,34 +19,6 @@ TableOptions GrowingTable() {
   options.index.max_load_factor = 0.75;
   options.optimizer.kind = OptimizerKind::kAdam;
   return options;
-}
-
-// Everything that is left of a snapshot, in blocks of an ugly size.
-void ReadAll(Snapshot& snapshot, std::map<int64_t, RowValues>& rows, std::mutex& mutex) {
-  constexpr size_t kRows = 97;
-  const auto dim = static_cast<size_t>(snapshot.table().dim());
-  const auto width = static_cast<size_t>(snapshot.table().state_width());
-  std::vector<int64_t> keys(kRows);
-  std::vector<float> values(kRows * dim), states(kRows * width);
-  std::vector<uint64_t> scores(kRows);
-  while (const int64_t n =
-             snapshot.Read(kRows, 0, keys.data(), values.data(), states.data(), scores.data())) {
-    std::lock_guard guard(mutex);
-    for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
-      RowValues row;
-      row.value.assign(values.data() + i * dim, values.data() + (i + 1) * dim);
-      row.state.assign(states.data() + i * width, states.data() + (i + 1) * width);
-      row.score = scores[i];
-      CHECK(rows.emplace(keys[i], row).second);  // no row is given twice
-    }
-  }
-}
-
-std::map<int64_t, RowValues> Rest(Snapshot& snapshot) {
-  std::map<int64_t, RowValues> rows;
-  std::mutex mutex;
-  ReadAll(snapshot, rows, mutex);
-  return rows;
 }
 
 TEST(Two threads read a snapshot while others train grow and erase) {

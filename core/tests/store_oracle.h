@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.h"
+#include "embstore/ssd_store.h"
 #include "embstore/store.h"
 
 namespace embstore {
@@ -93,6 +94,7 @@ inline void CheckHolds(const Store& store, const Oracle& oracle) {
     if (found[i]) CheckRow(keys[i], {&rows[i * width], width}, scores[i], oracle);
   }
   CheckScan(store, oracle);
+  if (const auto* ssd = dynamic_cast<const SsdStore*>(&store)) ssd->CheckInvariants();
 }
 
 // Batches of random keys, with duplicates, put and erased.

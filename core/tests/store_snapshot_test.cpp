@@ -15,8 +15,8 @@
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
 #include "embstore/ssd_store.h"
+#include "snapshot_oracle.h"
 #include "store_oracle.h"
-#include "table_oracle.h"
 
 namespace embstore {
 namespace {
@@ -45,36 +45,11 @@ std::shared_ptr<SsdStore> Ssd(const std::string& path) {
   return SsdStore::Open({.path = path, .row_bytes = RowBytes(), .direct = false});
 }
 
-void ReadAll(Snapshot& snapshot, AllOfThem& rows, std::mutex& mutex) {
-  constexpr size_t kRows = 97;
-  const auto width = static_cast<size_t>(snapshot.table().state_width());
-  std::vector<int64_t> keys(kRows);
-  std::vector<float> values(kRows * kDim), states(kRows * width);
-  std::vector<uint64_t> scores(kRows);
-  while (const int64_t n =
-             snapshot.Read(kRows, 0, keys.data(), values.data(), states.data(), scores.data())) {
-    std::lock_guard guard(mutex);
-    for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
-      RowValues row;
-      row.value.assign(values.data() + i * kDim, values.data() + (i + 1) * kDim);
-      row.state.assign(states.data() + i * width, states.data() + (i + 1) * width);
-      row.score = scores[i];
-      CHECK(rows.emplace(keys[i], row).second);  // no row is given twice
-    }
-  }
-}
-
-AllOfThem Rest(Snapshot& snapshot) {
-  AllOfThem rows;
-  std::mutex mutex;
-  ReadAll(snapshot, rows, mutex);
-  CHECK_EQ(snapshot.rows(), static_cast<int64_t>(rows.size()));
-  return rows;
-}
-
 AllOfThem Everything(const std::shared_ptr<Table>& table) {
   Snapshot snapshot(table);
-  return Rest(snapshot);
+  const AllOfThem rows = Rest(snapshot);
+  CHECK_EQ(snapshot.rows(), static_cast<int64_t>(rows.size()));
+  return rows;
 }
 
 // What the table answers by key; the same rows by another way.
@@ -174,6 +149,7 @@ TEST(Two threads read a snapshot of a table over a store while rows change hands
         ahead.join();
         CHECK(seen == before);
         CHECK_EQ(snapshot.rows(), static_cast<int64_t>(before.size()));
+        table->CheckInvariants();
       }
     }
   }
@@ -198,6 +174,7 @@ TEST(Clearing and loading leave a snapshot as it is) {
   Fill(*table, 20);
   CHECK(Rest(first) == before);
   CHECK(Rest(second) == one);
+  table->CheckInvariants();
 }
 
 TEST(Copies beyond the bound of memory lie in a file) {

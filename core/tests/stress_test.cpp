@@ -90,6 +90,7 @@ TEST(Readers see whole rows while one thread trains, grows and evicts) {
         },
         read, evaluate, look_around);
     CHECK_EQ(torn.load(), 0);
+    table->CheckInvariants();
     CHECK_EQ(grows, table->stats().evictions == 0);
   }
 }
@@ -141,6 +142,7 @@ TEST(Several threads train overlapping sets of tables) {
     const TableStats stats = table->stats();
     CHECK_EQ(stats.inserts - stats.evictions, stats.size);
     CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), stats.size);
+    table->CheckInvariants();
   }
 }
 
@@ -168,6 +170,7 @@ TEST(Lists are dropped by other threads while one trains) {
           std::this_thread::yield();
         });
     CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
+    table->CheckInvariants();
   }
 }
 
@@ -189,6 +192,7 @@ TEST(Rows are updated by key, erased and cleared while one thread trains) {
           view.base = gradients.data();
           view.stride = 2;
           const int64_t missing = ApplyGradientsByKey(*table, keys, view, {});
+          table->CheckInvariants();
           CHECK(missing >= 0 && missing <= 600);
         },
         [&] {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <vector>
 
@@ -30,6 +31,7 @@ class ChangeSet {
 
  private:
   void Store(Row row, uint8_t value) {
+    assert(row >= 0 && static_cast<size_t>(row) < marks_.size());
     // Several threads may mark the same row, always with the same value.
     std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[row])
         .store(value, std::memory_order_relaxed);

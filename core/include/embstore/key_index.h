@@ -138,6 +138,9 @@ class KeyIndex {
 
   void Clear();
 
+  // For tests: walks over the whole index, and throws std::logic_error naming what does not hold.
+  void CheckInvariants() const;
+
   // Calls visit(slot, entry) for the slots of [begin, end) whose score is wanted(score), ascending.
   // Slots of stripes are below slots(); while the index grows there is a gap among them.
   int64_t slots() const {
@@ -153,12 +156,9 @@ class KeyIndex {
   void VisitOverflow(const Visit& visit) const;
   template <typename Visit>
   void VisitAll(const Visit& visit) const {
-    const int64_t bucket = bucket_groups_ * IndexGroup::kSlots;
-    const int64_t gap = not_grown_ * before_.stripe_buckets * bucket;
-    VisitUsed(0, static_cast<Slot>(gap), visit);
-    const int64_t end_of_gap =
-        not_grown_ * static_cast<int64_t>(grown_.buckets >> before_.stripe_bits);
-    VisitUsed(static_cast<Slot>(end_of_gap * bucket), static_cast<Slot>(slots()), visit);
+    const auto [gap_begin, gap_end] = Gap();
+    VisitUsed(0, gap_begin, visit);
+    VisitUsed(gap_end, static_cast<Slot>(slots()), visit);
     VisitOverflow(visit);
   }
 
@@ -189,6 +189,7 @@ class KeyIndex {
     Slot begin, end;
   };
   Stripe StripeAt(uint64_t hash) const;
+  std::pair<Slot, Slot> Gap() const;  // slots that mean nothing while the index grows
   std::pair<int64_t, int64_t> BucketsOf(uint64_t hash) const;  // home and second
 
   bool PutNear(IndexGroup* groups, int64_t bucket, uint32_t group, const IndexEntry& entry) const;

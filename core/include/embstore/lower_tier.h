@@ -17,6 +17,7 @@
 #pragma once
 
 #include <atomic>
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -80,7 +81,10 @@ class LowerTier {
   bool Install(const FetchedRow& fetched, Row row, const RowHeap& rows);
 
   bool IsDirty(Row row) const { return dirty_[static_cast<size_t>(row)] != 0; }
-  void MarkDirty(Row row) { dirty_[static_cast<size_t>(row)] = 1; }
+  void MarkDirty(Row row) {
+    assert(row >= 0 && row < std::ssize(dirty_));
+    dirty_[static_cast<size_t>(row)] = 1;
+  }
   void Grow(int64_t capacity);  // rows are below it
   // Writes those of the rows that are dirty. What was not written when the store throws stays
   // dirty.
@@ -107,6 +111,9 @@ class LowerTier {
 
   void Close();           // detaches and frees memory
   void RenewAfterFork();  // threads that read ahead are in the parent
+
+  // Invariant 1, for tests. Throws std::logic_error.
+  void CheckInvariants(const KeyIndex& index, const RowHeap& rows) const;
 
   int64_t fetches() const { return fetches_; }          // rows that came up
   int64_t write_backs() const { return write_backs_; }  // rows that went down

@@ -11,7 +11,9 @@
 //  2. stamp == stamp_ - 1   =>  another live batch holds it, and the running call does not.
 #pragma once
 
+#include <cassert>
 #include <cstdint>
+#include <iterator>
 #include <mutex>
 #include <vector>
 
@@ -29,7 +31,10 @@ class PinnedRows {
   void Begin(int64_t capacity);
   // A new call that holds the rows of the list whose rows() are `own`, beside other live batches.
   void BeginBatch(const Row* own, int64_t capacity);
-  void Hold(Row row) { stamps_[static_cast<size_t>(row)] = stamp_; }
+  void Hold(Row row) {
+    assert(row >= 0 && row < std::ssize(stamps_));
+    stamps_[static_cast<size_t>(row)] = stamp_;
+  }
   bool IsHeldByCall(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_; }
   bool IsHeldByOthers(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_ - 1; }
   bool IsHeld(Row row) const { return stamps_[static_cast<size_t>(row)] >= stamp_ - 1; }
@@ -38,6 +43,12 @@ class PinnedRows {
   void TakeFromLists(const Row* own);
   void TakeAllFromLists();
 
+  template <typename Visit>
+  void VisitLists(const Visit& visit) const {
+    std::lock_guard guard(mutex_);
+    for (const SlotList* list : lists_) visit(*list);
+  }
+
   void Clear() { stamps_ = {}; }
   std::mutex& mutex() { return mutex_; }  // for fork(), which holds it
   void RenewAfterFork();                  // where another thread held it
@@ -45,7 +56,7 @@ class PinnedRows {
  private:
   // Never held while anything else is waited for: a list may be dropped by a thread that must not
   // wait for the table.
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<SlotList*> lists_;
   std::vector<uint8_t> stamps_;  // one a row
   uint8_t stamp_ = 0;

@@ -10,6 +10,7 @@
 // used().
 #pragma once
 
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -41,7 +42,14 @@ class RowHeap {
   // undefined.
   Row Next(int64_t i) const;
   void Take(int64_t count);
-  void Free(Row row) { free_.push_back(row); }
+  void Free(Row row) {
+    assert(row >= 0 && row < used_);
+    free_.push_back(row);
+  }
+  template <typename Visit>
+  void VisitFree(const Visit& visit) const {
+    for (const Row row : free_) visit(row);
+  }
   void Clear();  // all rows are new again, and their memory is given back
 
  private:

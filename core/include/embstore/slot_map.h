@@ -85,6 +85,9 @@ class SlotMap {
   // The keys whose last use is not before `since`, in the order of their slots.
   std::vector<KeySlot> UsedSince(int64_t since) const;
 
+  // For tests: walks over the whole map, and throws std::logic_error naming what does not hold.
+  void CheckInvariants() const;
+
  private:
   uint64_t Record(uint64_t frequency, int64_t time, int64_t slot) const;
   void Advance(int64_t time);

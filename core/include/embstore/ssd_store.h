@@ -65,6 +65,8 @@ class SsdStore : public Store {
   // Waits for calls that read, then releases the directory lock. Rows that no checkpoint names are
   // gone; every later call throws InvalidState.
   virtual void Close() = 0;
+  // For tests: walks over the whole index, and throws std::logic_error naming what does not hold.
+  virtual void CheckInvariants() const = 0;
 
  protected:
   using Store::Store;

@@ -194,6 +194,9 @@ class Table : public std::enable_shared_from_this<Table> {
   // checkpoint cannot be read.
   void LoadCheckpoint(const std::string& name);
 
+  // For tests: walks over the whole table, and throws std::logic_error naming what does not hold.
+  void CheckInvariants() const;
+
   // Writes dirty rows down, then frees the memory; afterwards every method but stats() throws
   // InvalidState. Where the store fails nothing is freed.
   void Close();

@@ -1,0 +1,54 @@
+// The invariants of table.h, checked in full. Tests call it after what is hard to get right.
+#include <cstring>
+#include <shared_mutex>
+#include <vector>
+
+#include "embstore/table.h"
+#include "invariant.h"
+
+namespace embstore {
+
+void Table::CheckInvariants() const {
+  std::shared_lock guard(lock_);
+  RequireOpen();
+  index_->CheckInvariants();
+  std::vector<uint8_t> in_use(static_cast<size_t>(rows_.used()), 0);
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    RequireInvariant(entry.row >= 0 && entry.row < rows_.used(), "a key has a row that was taken");
+    RequireInvariant(!in_use[static_cast<size_t>(entry.row)], "a row belongs to one key");
+    in_use[static_cast<size_t>(entry.row)] = 1;
+  });
+  rows_.VisitFree([&](Row row) {
+    RequireInvariant(row >= 0 && row < rows_.used(), "a free row was in use before");
+    RequireInvariant(!in_use[static_cast<size_t>(row)], "a free row belongs to no key");
+    in_use[static_cast<size_t>(row)] = 2;
+  });
+  for (const uint8_t use : in_use) RequireInvariant(use != 0, "a taken row is in use or free");
+  pins_.VisitLists([&](const SlotList& list) {
+    for (int64_t i = 0; i < list.size(); ++i) {
+      const Row row = list.rows()[i];
+      RequireInvariant(row == kMissingRow || row == FindRow(list.keys()[i]),
+                       "a list names the rows of its keys");
+    }
+  });
+  if (below_.exists()) below_.CheckInvariants(*index_, rows_);
+}
+
+void LowerTier::CheckInvariants(const KeyIndex& index, const RowHeap& rows) const {
+  std::vector<IndexEntry> clean;
+  index.VisitAll([&](Slot, const IndexEntry& entry) {
+    if (!IsDirty(entry.row)) clean.push_back(entry);
+  });
+  std::vector<int64_t> keys;
+  for (const IndexEntry& entry : clean) keys.push_back(entry.key);
+  const FetchedRows below = Fetch(keys, /*with_scores=*/false);
+  for (const IndexEntry& entry : clean) {
+    const std::byte* const row = below.Find(entry.key).data;
+    RequireInvariant(row != nullptr, "a clean row is below");
+    RequireInvariant(
+        std::memcmp(row, rows.at(entry.row), static_cast<size_t>(store_->row_bytes())) == 0,
+        "a clean row equals the one below");
+  }
+}
+
+}  // namespace embstore
