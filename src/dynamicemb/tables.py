@@ -21,6 +21,7 @@ from dynamicemb.enumerations import DynamicEmbInitializerArgs
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
+from embstore.display import as_html
 from embstore.distributed.ranks import Ranks
 from embstore.stores import row_bytes
 
@@ -73,6 +74,10 @@ class HoldsDynamicTables:
     """Base of the sharded collections: what `find_collections` looks for."""
 
     dynamic_tables: dict[str, DynamicTable]
+
+    def _repr_html_(self) -> str:
+        tables = [dynamic.table for dynamic in self.dynamic_tables.values()]
+        return as_html(tables, title=type(self).__name__)
 
     def check_trained(self) -> None:
         """Raises RuntimeError in train mode when a table cannot be trained."""
