@@ -152,6 +152,9 @@ class BatchedDynamicEmbeddingTables(TablesByName, HoldsDynamicTables, nn.Module)
             means = [self.pooling_mode == DynamicEmbPoolingMode.MEAN] * len(names)
             self._lookup = BagLookup(tables, output_dtype, Ranks(), features, means)
 
+    def extra_repr(self) -> str:
+        return "\n".join(repr(dynamic.table) for dynamic in self.dynamic_tables.values())
+
     def forward(
         self,
         indices: torch.Tensor,

@@ -19,6 +19,7 @@ from dynamicemb.gate import Gate, filter_threshold
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
+from embstore.display import as_html
 from embstore.distributed.ranks import Ranks
 from embstore.nn.batch import Request
 from embstore.ownership import Blocks
@@ -78,6 +79,10 @@ class HoldsDynamicTables:
     """Base of the sharded collections: what `find_collections` looks for."""
 
     dynamic_tables: dict[str, DynamicTable]
+
+    def _repr_html_(self) -> str:
+        tables = [dynamic.table for dynamic in self.dynamic_tables.values()]
+        return as_html(tables, title=type(self).__name__)
 
     def check_trained(self) -> None:
         """Raises RuntimeError in train mode when a table cannot be trained."""

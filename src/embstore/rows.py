@@ -61,3 +61,9 @@ class Stats:
     fetches: int
     write_backs: int
     dropped_gradients: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the lookups of training batches that found a row; None before the first."""
+        looked_up = self.hits + self.inserts + self.refusals + self.unadmitted
+        return self.hits / looked_up if looked_up else None

@@ -22,13 +22,14 @@ from embstore.optimizers import Optimizer
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.rows import Rows, Stats
 from embstore.stores import Store
+from embstore.table_views import TableViews
 
 
 class RefusedKeysError(RuntimeError):
     """Keys found no place because their buckets are full of keys of the same batch."""
 
 
-class Table:
+class Table(TableViews):
     """A named set of rows with one dimension, optimizer, initializer and score strategy.
 
     Takes a `TableOptions`, or a name and the fields of `TableOptions` as keywords. Keys are integers in
@@ -121,13 +122,6 @@ class Table:
 
     def __len__(self) -> int:
         return self._core.size()
-
-    def __repr__(self) -> str:
-        o = self.options
-        return (
-            f"Table({o.name!r}, dim={o.dim}, dtype={o.dtype.name.lower()}, "
-            f"optimizer={o.optimizer!r}, size={self.stats().size})"
-        )
 
     def stats(self) -> Stats:
         """Sizes and counters; works on a closed table too."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import embstore
+from embstore.display import as_html
 from embstore.initializers import initial_values
 from embstore.nn.batch import Access, Request, run
 from embstore.nn.row_module import RowModule
@@ -387,7 +388,10 @@ class MultiTableMultiColumnEmbedding(RowModule):
 
     def extra_repr(self) -> str:
         sizes = f"embedding_dim={self.embedding_dim}, tables={len(self._initializers)}"
-        return f"{self.name!r}, {sizes}, {self.store!r}"
+        return f"{self.name!r}, {sizes}, {self.store!r}\n{self._table!r}"
+
+    def _repr_html_(self) -> str:
+        return as_html([self._table], title=type(self).__name__)
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):

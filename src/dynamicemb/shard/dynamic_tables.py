@@ -140,6 +140,15 @@ def signed(features: Any) -> Any:
     )
 
 
+class PlaceOfTable(torch.nn.Module):
+    """Where TorchRec keeps the weight of a static table; of a dynamic one it shows the rows on this rank."""
+
+    table: embstore.Table
+
+    def extra_repr(self) -> str:
+        return repr(self.table)
+
+
 class DynamicCollection(HoldsDynamicTables):
     """What both sharded collections add to TorchRec's."""
 
@@ -163,6 +172,10 @@ class DynamicCollection(HoldsDynamicTables):
         self.dynamic_tables: dict[str, DynamicTable] = {}
         for sharding in self._dynamic_shardings:
             self.dynamic_tables.update(sharding.tables)
+        for name, module in getattr(self, self._table_attribute).items():
+            if name in self.dynamic_tables:
+                module.__class__ = PlaceOfTable  # TorchRec's is a plain Module, which shows nothing
+                module.table = self.dynamic_tables[name].table
 
     def train(self, mode: bool = True) -> Any:
         """TorchRec keeps its lookups in a plain list, which train() does not reach."""

@@ -12,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.spec import TableSpec
+from embstore.extras import missing
 from embstore.rows import Rows
+from embstore.table import Table
 
 if TYPE_CHECKING:
+    import pandas
     import pyarrow
 
 Array = npt.NDArray[Any]
@@ -119,19 +122,12 @@ class Columns(ABC):
 
     def description(self) -> dict[str, str]:
         """What the table is, as metadata of a foreign file; empty where that is not known."""
-        return {DESCRIPTION: json.dumps(self.spec.to_dict(), sort_keys=True)} if self.spec else {}
+        return _description(self.spec) if self.spec else {}
 
     def to_arrow(self) -> pyarrow.Table:
         """Columns key, vector (a list of fixed size), score, and one for each optimizer state."""
-        import pyarrow as pa
-
-        def vectors(array: Array) -> Any:
-            flat = pa.array(np.ascontiguousarray(array).reshape(-1))
-            return pa.FixedSizeListArray.from_arrays(flat, array.shape[1])
-
-        columns = {"key": pa.array(self.keys), "vector": vectors(self.values), "score": pa.array(self.scores)}
-        columns |= {name: vectors(self.state(name)) for name in self.state_names}
-        return pa.table(columns).replace_schema_metadata(self.description() or None)
+        states = {name: self.state(name) for name in self.state_names}
+        return _arrow(self.keys, self.values, self.scores, states, self.description())
 
     def tensors(self) -> dict[str, Array]:
         """keys, values, scores and states by name: what goes into a safetensors file."""
@@ -141,3 +137,50 @@ class Columns(ABC):
     def __repr__(self) -> str:
         kind = type(self).__name__
         return f"{kind}({self.name!r}, rows={self.rows}, dim={self.dim}, layout={self.layout!r})"
+
+
+def _description(spec: TableSpec) -> dict[str, str]:
+    return {DESCRIPTION: json.dumps(spec.to_dict(), sort_keys=True)}
+
+
+def _arrow(
+    keys: Array, values: Array, scores: Array, states: dict[str, Array], metadata: dict[str, str]
+) -> pyarrow.Table:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise missing("an Arrow table", "files", error) from error
+
+    def vectors(array: Array) -> Any:
+        flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+        return pa.FixedSizeListArray.from_arrays(flat, array.shape[1])
+
+    columns = {"key": pa.array(keys), "vector": vectors(values), "score": pa.array(scores)}
+    columns |= {name: vectors(state) for name, state in states.items()}
+    return pa.table(columns).replace_schema_metadata(metadata or None)
+
+
+def _rows_and_states(table: Table, states: bool) -> tuple[Rows, dict[str, Array]]:
+    rows = table.rows()
+    spec = TableSpec.of(table)
+    named = {name: rows.states[:, at : at + width] for name, at, width in spec.file_states()}
+    return rows, named if states else {}
+
+
+def arrow_of_table(table: Table, states: bool) -> pyarrow.Table:
+    """The rows of a live table as `Columns.to_arrow` has those of a stored one."""
+    rows, named = _rows_and_states(table, states)
+    return _arrow(rows.keys, rows.values, rows.scores, named, _description(TableSpec.of(table)))
+
+
+def pandas_of_table(table: Table, states: bool) -> pandas.DataFrame:
+    """The rows of a live table, a column for each component."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise missing("a DataFrame", "pandas", error) from error
+    rows, named = _rows_and_states(table, states)
+    parts = [pd.DataFrame({"score": rows.scores})]
+    for name, array in {"vector": rows.values, **named}.items():
+        parts.append(pd.DataFrame(array, columns=[f"{name}_{i}" for i in range(array.shape[1])]))
+    return pd.concat(parts, axis=1).set_index(pd.Index(rows.keys, name="key"))

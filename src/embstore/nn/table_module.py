@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from embstore.arrays import engine_dtype
+from embstore.display import as_html
 from embstore.nn.batch import Access, Batch, Request, Update, run_batch
 from embstore.nn.batch import update_rows as update_now
 from embstore.nn.compiled import number_of, run_in_graph
@@ -293,6 +294,9 @@ class TableModule(RowModule):
 
     def extra_repr(self) -> str:
         return "\n".join(repr(table) for table in self._tables.values())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._tables.values(), title=type(self).__name__)
 
 
 def _clip(max_norm: float, norm: float) -> float:

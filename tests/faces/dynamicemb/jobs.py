@@ -105,6 +105,21 @@ def evaluate_after_training() -> dict[str, Any]:
     return {"answer": answer, "same": same, "stored": sorted(rows(model)["t0"])}
 
 
+def shown(kind: str) -> dict[str, str]:
+    model = dmp(kind, [Spec("t0", ("f0",)), Spec("t1", ("f1",), options=None, sharding="table_wise")])
+    empty = repr(model)
+    loss_of(
+        model(KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], torch.tensor([2, 1]), torch.tensor([1, 1])))
+    ).backward()
+    (sharded,) = (m for m in model.modules() if hasattr(m, "dynamic_tables"))
+    return {
+        "empty": empty,
+        "trained": repr(model),
+        "html": sharded._repr_html_(),
+        "names": str(list(model.state_dict())),
+    }
+
+
 def overfill(mode: DynamicEmbCheckMode) -> dict[str, Any]:
     """200 new even keys for a table of one bucket: with two ranks all of them belong to rank 0."""
     spec = Spec("t0", ("f0",), rows=128, options={"safe_check_mode": mode, "init_capacity": 128})

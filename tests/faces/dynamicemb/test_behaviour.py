@@ -24,6 +24,15 @@ def test_evaluation_reads_zero_for_missing_keys_and_changes_nothing(world: int) 
     assert set().union(*(r["stored"] for r in results)) == {2, 3, 1000}
 
 
+@pytest.mark.parametrize("kind", ["ec", "ebc"])
+def test_a_sharded_module_shows_the_rows_of_its_tables_on_this_rank(kind: str) -> None:
+    ((shown),) = ranks.run(1, jobs.shown, kind)
+    assert "(t0): PlaceOfTable(Table('t0', dim=8" in shown["empty"] and "rows=0 of" in shown["empty"]
+    assert "rows=1 of at most 1,024" in shown["trained"] and "hit rate" in shown["trained"]
+    assert shown["html"].count("<tr>") == 2 and "t0" in shown["html"]
+    assert "t0.weight" in shown["names"] and "t1.weight" in shown["names"]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_bucket_full_of_one_batch_refuses_the_rest_and_says_how_many(world: int) -> None:
     ignored = ranks.run(world, jobs.overfill, DynamicEmbCheckMode.IGNORE)

@@ -1,0 +1,71 @@
+"""Numbers as people read them.
+
+bytes_text(123456789)               "117.7 MiB"
+time_text(1_763_357_891 * 10**9)    "2025-11-17 05:38:11"       a score of nanoseconds
+float_text(0.123456789)             "0.1235"
+spark_text([0, 1, 4, 8])            "▁▂▅█"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+BARS = "▁▂▃▄▅▆▇█"
+# Scores that are read as times: nanoseconds from 1980 to 2200.
+TIMES = range(315_532_800 * 10**9, 7_258_118_400 * 10**9)
+
+
+def bytes_text(size: int) -> str:
+    """With a unit, to one digit behind the point."""
+    if size < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95 or unit == "TiB":
+            break
+    return f"{value:,.1f} {unit}"
+
+
+def float_text(value: float) -> str:
+    """Four digits, no trailing zeros."""
+    return f"{value:.4g}"
+
+
+def share_text(share: float | None) -> str:
+    """A percentage; "-" where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def time_text(score: int) -> str:
+    """The UTC time of a score that counts nanoseconds."""
+    moment = datetime.fromtimestamp(score // 10**9, timezone.utc)
+    return f"{moment:%Y-%m-%d %H:%M:%S}"
+
+
+def score_text(score: int) -> str:
+    """A time where the score can be one, else the number as it is."""
+    return time_text(score) if score in TIMES else str(score)
+
+
+def spark_text(counts: Sequence[int]) -> str:
+    """A bar for each count; the lowest only for 0."""
+    most = max(counts, default=0)
+    return "".join(BARS[-(-7 * count // most)] if most else BARS[0] for count in counts)
+
+
+def histogram(scores: Any, bins: int = 8) -> list[tuple[int, int, int]]:
+    """(lowest score, highest score, rows) of at most `bins` ranges of equal width."""
+    if len(scores) == 0:
+        return []
+    low, high = int(scores.min()), int(scores.max())
+    edges = [low + (high + 1 - low) * i // bins for i in range(bins + 1)]
+    return [
+        (a, b - 1, int(((scores >= np.uint64(a)) & (scores <= np.uint64(b - 1))).sum()))
+        for a, b in zip(edges, edges[1:])
+        if b > a
+    ]
