@@ -166,6 +166,7 @@ sanitize: setup  ## the C++ tests under ASan + UBSan, then under TSan
 trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/pip install --quiet atheris
 	@$(BIN)/python -m trust.same_bits
+	@$(BIN)/python -m trust.faults
 	@$(BIN)/python -m trust.fuzz
 
 clean:  ## remove all that was built; .venv stays
