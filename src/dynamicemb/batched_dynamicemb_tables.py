@@ -31,6 +31,7 @@ from dynamicemb.checkpoint_files import (
     get_loading_files,
 )
 from dynamicemb.enumerations import MAX_BUCKET_CAPACITY, DynamicEmbPoolingMode
+from dynamicemb.external_storage import stores_of
 from dynamicemb.lookup import BagLookup, KeyLookup, Lookup
 from dynamicemb.optimizers import UNUSED_MATHEMATICS, OptimizerArgs
 from dynamicemb.options import DynamicEmbTableOptions
@@ -135,12 +136,16 @@ class BatchedDynamicEmbeddingTables(TablesByName, HoldsDynamicTables, nn.Module)
         self.optimizer_args = OptimizerArgs(**known)
         self._device = device
         fused_params = {**self.optimizer_args.fused_params(optimizer), **refused}
-        tables = []
-        for number, (name, option) in enumerate(zip(names, table_options, strict=True)):
-            planned = _planned(option)
-            engine = engine_options(name, option.dim or 0, planned, fused_params, torch.initial_seed())
-            rows = option.max_capacity or 1
-            tables.append(make_table(engine, planned, number=number, num_embeddings=rows))
+        planned = [_planned(option) for option in table_options]
+        engines = [
+            engine_options(name, option.dim or 0, option, fused_params, torch.initial_seed())
+            for name, option in zip(names, planned, strict=True)
+        ]
+        pairs = list(zip(engines, planned, strict=True))
+        tables = [
+            make_table(engine, option, store=store, number=number, num_embeddings=option.max_capacity or 1)
+            for number, ((engine, option), store) in enumerate(zip(pairs, stores_of(pairs, 0), strict=True))
+        ]
         self.dynamic_tables = dict(zip(names, tables, strict=True))
         features = [self.feature_table_map.count(table) for table in range(len(names))]
         self._lookup: Lookup

@@ -16,6 +16,7 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
 from dynamicemb.exchange import AnswersOfOwners, SumOfOwners
+from dynamicemb.external_storage import StorageStore
 from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.tables import DynamicTable
@@ -57,6 +58,12 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
             t.sync_learning_rate()
         return 1.0 / self._world if comm_ops.get_gradient_division() else 1.0
 
+    def _batch(self, *arguments: Any, **keywords: Any) -> Batch:
+        through = [store for t in self._tables if (store := t.storage) is not None and store.through]
+        if not through:
+            return Batch(*arguments, **keywords)
+        return WriteThroughBatch(*arguments, **keywords)
+
     def prefetch(self, sparse_features: Any, forward_stream: Any = None) -> None:
         """TorchRec calls this a batch ahead. Rows are in host memory, so there is nothing to bring near."""
 
@@ -82,6 +89,33 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
 
     def purge(self) -> None:
         """Nothing is cached."""
+
+
+class WriteThroughBatch(Batch):
+    """A batch over tables whose rows live in a user's Storage: it gets them in each pass, not when memory is
+    full. The first time new keys, the second time rows that moved, whose scores stay."""
+
+    def forward(self, access: Access) -> list[torch.Tensor]:
+        outputs = super().forward(access)
+        if access == Access.TRAIN:
+            self._write(updating=False)
+        return outputs
+
+    def backward(self, *arguments: Any) -> list[torch.Tensor | None]:
+        of_weights = super().backward(*arguments)
+        self._write(updating=True)
+        return of_weights
+
+    def _write(self, updating: bool) -> None:
+        for request in self.requests:
+            store = request.table.store
+            if not isinstance(store, StorageStore) or not store.through:
+                continue
+            store.updating = updating
+            try:
+                request.table.flush()
+            finally:
+                store.updating = False
 
 
 class BagLookup(Lookup):
@@ -160,7 +194,7 @@ class BagLookup(Lookup):
             )
         # Shares of several owners are added up in float32 before they are rounded.
         dtype, marks = (self._dtype, 0) if alone else (torch.float32, self._world)
-        whole = Batch(
+        whole = self._batch(
             requests,
             out=empty_tensor((samples + marks, self._width), dtype),
             gradient_scale=self._begin_step(),
@@ -211,7 +245,7 @@ class KeyLookup(Lookup):
             )
             run_ += runs
         marks = 0 if batch.index is None else self._world
-        whole = Batch(
+        whole = self._batch(
             requests,
             out=empty_tensor((batch.keys.numel() + marks, self._dim), self._dtype),
             gradient_scale=self._begin_step(),

@@ -15,7 +15,6 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from dynamicemb.optimizers import OptimizerArgs
 from dynamicemb.sizing import get_optimizer_ckpt_state_dim, get_optimizer_state_dim
-from dynamicemb.tables import DynamicTable
 
 __all__ = [
     "AdaGradDynamicEmbeddingOptimizer",
@@ -120,12 +119,10 @@ _KINDS = {
 }
 
 
-def optimizer_of(table: DynamicTable) -> BaseDynamicEmbeddingOptimizer:
-    """The optimizer of a table with its numbers as they are now."""
-    args = table.optimizer_args()
+def optimizer_from(args: Mapping[str, Any], dtype: torch.dtype) -> BaseDynamicEmbeddingOptimizer:
+    """The optimizer that `get_opt_args` and `{table}_opt_args.json` describe."""
     kind = _KINDS[args["opt_type"]]
     numbers = {name: args[name] for name in kind.saved}
-    dtype = table.options.embedding_dtype or torch.float32
     return kind(OptimizerArgs(learning_rate=args["lr"], **numbers), dtype)
 
 

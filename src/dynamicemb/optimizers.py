@@ -141,12 +141,16 @@ def engine_optimizer(fused_params: Mapping[str, Any], table: str) -> embstore.Op
 
 def optimizer_args(table: embstore.Table) -> dict[str, Any]:
     """The optimizer of a table as `{table}_opt_args.json` describes it."""
-    optimizer = table.options.optimizer
-    args: dict[str, Any] = {"lr": table.learning_rate}
+    return described(table.options.optimizer, table.learning_rate, table.optimizer_step)
+
+
+def described(optimizer: embstore.Optimizer, lr: float, step: int = 0) -> dict[str, Any]:
+    """An optimizer in the words of `{table}_opt_args.json`."""
+    args: dict[str, Any] = {"lr": lr}
     if isinstance(optimizer, embstore.Adam):
         args |= {
             "opt_type": "adam",
-            "iters": table.optimizer_step,
+            "iters": step,
             "beta1": optimizer.betas[0],
             "beta2": optimizer.betas[1],
             "eps": optimizer.eps,

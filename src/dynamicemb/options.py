@@ -32,7 +32,7 @@ from dynamicemb.enumerations import (
     DynamicEmbScoreStrategy,
 )
 from dynamicemb.score_strategies import ScoreStrategy, normalize_score_strategy
-from dynamicemb.types import AdmissionStrategy, Counter, Storage
+from dynamicemb.types import AdmissionStrategy, Counter
 from embstore.ownership import Blocks
 from embstore.stores import Store
 
@@ -173,8 +173,9 @@ class DynamicEmbTableOptions(HKVConfig):
                       the key first, which spreads patterned ids evenly, and "continuous" gives each rank a
                       block of the keys below num_embeddings; others go round robin. Keys stay as they are
     admit_strategy    which keys get a row: None, FrequencyAdmissionStrategy or another AdmissionStrategy
-    external_storage  None, or a function of (embstore.TableOptions, rank) that makes the store below the part
-                      of this rank (see embstore.stores): evicted rows go there, and come back when asked for
+    external_storage  None; a Storage class, made as (options of the tables, optimizer) for a module; or a
+                      function of (embstore.TableOptions, rank) that makes the store below the part of this
+                      rank (see embstore.stores): evicted rows go there, and come back when asked for
     caching           with external_storage: memory holds as many rows (vector and optimizer state) as fit
                       global_hbm_for_values, at least a bucket a rank; the rest is in the store. Without a
                       store there is nothing below to cache, and all rows are in memory
@@ -221,14 +222,9 @@ class DynamicEmbTableOptions(HKVConfig):
         _check(
             self.external_storage is None or callable(self.external_storage),
             "external_storage",
-            "None or a function",
+            "None, a Storage class or a function",
             self.external_storage,
         )
-        if isinstance(self.external_storage, type) and issubclass(self.external_storage, Storage):
-            raise NotImplementedError(
-                f"external_storage of a Storage class is not available yet; give a function of "
-                f"(embstore.TableOptions, rank) that makes a store, not: {self.external_storage.__name__}"
-            )
 
     @property
     def engine_strategy(self) -> embstore.ScoreStrategy:

@@ -15,6 +15,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 import embstore
+from dynamicemb.external_storage import StorageStore, is_storage, stores_of
 from dynamicemb.gate import Gate, filter_threshold
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import DynamicEmbTableOptions
@@ -23,7 +24,7 @@ from embstore.display import as_html
 from embstore.distributed.ranks import Ranks
 from embstore.nn.batch import Request
 from embstore.ownership import Blocks
-from embstore.stores import row_bytes
+from embstore.stores import Store, row_bytes
 
 
 @dataclass(eq=False)
@@ -49,6 +50,12 @@ class DynamicTable:
     process_group: dist.ProcessGroup | None
     param_group: dict[str, Any] = field(default_factory=dict)
     gate: Gate | None = None
+
+    @property
+    def storage(self) -> StorageStore | None:
+        """The user's Storage below it, if there is one."""
+        store = self.table.store
+        return store if isinstance(store, StorageStore) else None
 
     def request(self, keys: torch.Tensor, **keywords: Any) -> Request:
         """A request of a batch for these keys."""
@@ -134,16 +141,17 @@ def make_table(
     engine: embstore.TableOptions,
     planned: DynamicEmbTableOptions,
     *,
+    store: Store | None = None,
     number: int = 0,
     num_embeddings: int = 1,
     world: int = 1,
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> DynamicTable:
-    """The part of this rank, empty, over the store that the options ask for. `number` is that of the table
-    among those of its module."""
-    make_store = planned.external_storage
-    table = embstore.Table(engine, store=None if make_store is None else make_store(engine, rank))
+    """The part of this rank, empty, over its store. `number` is that of the table in its module."""
+    table = embstore.Table(engine, store=store)
+    if isinstance(store, StorageStore):
+        store.through = not planned.caching
     table.score_words = planned.score_words
     return DynamicTable(
         name=engine.name,
@@ -158,10 +166,14 @@ def make_table(
 
 
 def _within_budget(options: embstore.TableOptions, planned: DynamicEmbTableOptions) -> embstore.TableOptions:
-    """With `caching`, memory holds the rows that fit `local_hbm_for_values`; the others are in the store."""
-    if not (planned.caching and planned.external_storage and planned.local_hbm_for_values):
+    """With `caching`, memory holds the rows that fit `local_hbm_for_values`; the others are in the store. A
+    Storage that is the table itself leaves a bucket in memory."""
+    storage = is_storage(planned)
+    cached = planned.caching and planned.external_storage and (planned.local_hbm_for_values or storage)
+    if not cached and not (storage and not planned.caching):
         return options
-    rows = int(planned.local_hbm_for_values) // row_bytes(options.dim, options.optimizer, options.dtype)
+    budget = int(planned.local_hbm_for_values) if planned.caching else 0
+    rows = budget // row_bytes(options.dim, options.optimizer, options.dtype)
     bucket = options.bucket_capacity
     capacity = min(options.max_capacity, max(rows // bucket, 1) * bucket)
     return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
@@ -205,10 +217,12 @@ def build_tables(
     made: dict[str, DynamicTable] = {}
 
     def make() -> None:
+        stores = stores_of(list(tables.values()), env.rank)
         for number, (name, (engine, planned)) in enumerate(tables.items()):
             made[name] = make_table(
                 engine,
                 planned,
+                store=stores[number],
                 number=number,
                 num_embeddings=rows_of(infos[number]),
                 world=env.world_size,

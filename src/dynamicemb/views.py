@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import embstore
-from dynamicemb.optimizer import BaseDynamicEmbeddingOptimizer, optimizer_of
+from dynamicemb.optimizer import BaseDynamicEmbeddingOptimizer, optimizer_from
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.row_storage import RowsOfTables
 from dynamicemb.scores import set_scores, shown_score
@@ -64,7 +64,8 @@ class TablesByName:
     @property
     def optimizer(self) -> BaseDynamicEmbeddingOptimizer:
         """Kind, sizes and arguments of the optimizer, as they are now."""
-        return optimizer_of(next(iter(self.dynamic_tables.values())))
+        table = next(iter(self.dynamic_tables.values()))
+        return optimizer_from(table.optimizer_args(), table.options.embedding_dtype or torch.float32)
 
     def set_record_cache_metrics(self, record: bool) -> None:
         """Turns `cache.cache_metrics` on or off."""

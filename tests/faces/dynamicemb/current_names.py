@@ -60,8 +60,6 @@ NAMES = {
 NOT_YET = {
     "dynamicemb.batched_dynamicemb_tables": "StorageLayout",
     "dynamicemb.key_value_table": "DynamicEmbStorage DynamicEmbCache HybridStorage flush_cache eval_lookup",
-    "dynamicemb.exportable_tables": """InferenceEmbeddingCollection create_inference_embedding_collection
-        apply_inference_embedding_collection""",
 }
 
 # How TorchEasyRec and HSTU import: one failure turns dynamic tables off, the first time without a word.

@@ -47,7 +47,7 @@ from dynamicemb.dynamicemb_config import (
 from dynamicemb.embedding_admission import MultiTableKVCounter
 from dynamicemb.incremental_dump import get_score, incremental_dump
 from dynamicemb.initializer import create_initializer_from_args
-from dynamicemb.types import MemoryType, Storage
+from dynamicemb.types import MemoryType
 
 # ---- score strategies
 
@@ -168,14 +168,6 @@ def test_a_missing_key_in_eval_reads_the_constant_of_its_table(pooling: DynamicE
     )
     assert read.tolist() == [[value] * 4 for value in expected]
     assert [len(t.table) for t in module.dynamic_tables.values()] == [1, 1]
-
-
-def test_a_storage_class_as_external_storage_is_refused_with_what_to_give() -> None:
-    class Rows(Storage):
-        pass
-
-    with pytest.raises(NotImplementedError, match=r"a function of .* not: Rows"):
-        options(external_storage=Rows)
 
 
 def test_an_epoch_strategy_has_a_name_only() -> None:
