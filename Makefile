@@ -113,8 +113,9 @@ $(PACKAGE): $(STAMPS) $(PACKAGE_SOURCES) $(MODULES)
 
 # ------------------------------------------------------------------------------------------------
 
-demo: setup  ## train a small click model on a stream of ever-new ids
-	@$(BIN)/python examples/click_stream.py
+# make demo DATA=ratings.csv: a file of MovieLens or Criteo instead of the click stream
+demo: setup  ## train on two ranks, dump, restart, serve; ends with a table and report.html
+	@$(BIN)/python -m examples.demo $(if $(DATA),--data '$(DATA)')
 
 test: setup lint test-cpp test-py  ## everything: lint, C++ tests, Python tests
 

@@ -1,19 +1,17 @@
-"""DLRM with dynamic tables over several ranks, on a stream whose ids never stop coming.
+"""DLRM with 26 dynamic tables over several ranks, on data in Criteo's format.
 
-    torchrun --nproc_per_node 2 examples/dlrm_torchrun.py
-    torchrun --nproc_per_node 4 examples/dlrm_torchrun.py --steps 200 --samples 512
+    torchrun --nproc_per_node 2 examples/dlrm_torchrun.py --data day_0
+    torchrun --nproc_per_node 2 examples/dlrm_torchrun.py        # made-up lines of the same format
 
-A click model of the DLRM shape: 13 numbers and 26 categorical features a sample, each feature with a dynamic
-table of its own. Ids are any 64-bit numbers; every step brings some that nobody has seen. One line of the
-output is one stretch of training; the last lines show where the rows live and that evaluation stores nothing.
+A line is a label, 13 numbers and 26 categories in hex, between tabs; any of them may be empty. A category is
+an id as it stands: nothing is hashed into a fixed number of rows, and an empty one is an empty bag.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import logging
-import os
-import warnings
+import math
+import random
 
 import torch
 import torch.distributed as dist
@@ -21,141 +19,78 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from dynamicemb import DynamicEmbTableOptions
 from dynamicemb.discovery import find_collections
 from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
 
-DENSE, SPARSE, DIM = 13, 26, 16
-FEATURES = [f"cat_{i}" for i in range(SPARSE)]
-OLD_IDS = 4_000  # ids that come again and again
-NEW_SHARE = 0.02  # of the ids are new
+DENSE, SPARSE, DIM, SAMPLES = 13, 26, 16, 256
+ROWS = {"num_embeddings": 1 << 20, "embedding_dim": DIM}  # the most that are stored; ids may be any
+CONFIGS = [EmbeddingBagConfig(name=f"cat_{i}", feature_names=[f"cat_{i}"], **ROWS) for i in range(SPARSE)]
 
 
-class DLRM(nn.Module):
-    """Bottom MLP, dot products between all vectors, top MLP."""
-
-    def __init__(self, sparse: nn.Module) -> None:
+class DLRM(nn.Module):  # bottom MLP, dot products between all vectors, top MLP
+    def __init__(self) -> None:
         super().__init__()
-        self.sparse = sparse
+        self.sparse = EmbeddingBagCollection(tables=CONFIGS, device=torch.device("meta"))
         self.bottom = nn.Sequential(nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, DIM), nn.ReLU())
-        pairs = (SPARSE + 1) * SPARSE // 2
-        self.top = nn.Sequential(nn.Linear(DIM + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
-        self.register_buffer("rows", torch.tril_indices(SPARSE + 1, SPARSE + 1, -1)[0], persistent=False)
-        self.register_buffer("columns", torch.tril_indices(SPARSE + 1, SPARSE + 1, -1)[1], persistent=False)
+        self.top = nn.Sequential(nn.Linear(DIM + (SPARSE + 1) * SPARSE // 2, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         bottom = self.bottom(dense)
-        vectors = self.sparse(sparse).values().view(-1, SPARSE, DIM)
-        together = torch.cat([bottom[:, None], vectors], 1)
-        products = torch.bmm(together, together.transpose(1, 2))[:, self.rows, self.columns]
+        together = torch.cat([bottom[:, None], self.sparse(sparse).values().view(-1, SPARSE, DIM)], 1)
+        pairs = torch.tril(torch.ones(SPARSE + 1, SPARSE + 1), -1).bool()
+        products = (together @ together.transpose(1, 2))[:, pairs]
         return self.top(torch.cat([bottom, products], 1)).squeeze(1)
 
 
-class Clicks:
-    """An endless stream. Whether a sample is clicked depends on its ids, so there is something to learn."""
-
-    def __init__(self, samples: int, rank: int, world: int) -> None:
-        self.samples = samples
-        self.random = torch.Generator().manual_seed(17 + rank)
-        self.new_ids = 1 + rank  # every rank has new ids of its own
-        self.world = world
-
-    def next(self) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
-        shape = (SPARSE, self.samples)
-        # squares of uniform numbers: a few ids are frequent, most are rare
-        numbers = (torch.rand(shape, generator=self.random).square() * OLD_IDS).long()
-        ids = numbers * 0x5DEECE66D + torch.arange(SPARSE)[:, None] * 1_000_003
-        new = torch.rand(shape, generator=self.random) < NEW_SHARE
-        count = int(new.sum())
-        ids[new] = -torch.arange(self.new_ids, self.new_ids + count * self.world, self.world)
-        self.new_ids += count * self.world
-        dense = torch.rand(self.samples, DENSE, generator=self.random)
-        taste = torch.sin(numbers.double() * 12.9898).float().mul(~new).mean(0) * 12
-        clicked = (taste + dense[:, 0] - 0.5 > 0).float()
-        lengths = torch.ones(SPARSE * self.samples, dtype=torch.int32)
-        return dense, KeyedJaggedTensor(FEATURES, ids.reshape(-1), lengths=lengths), clicked
+def made_up():
+    """Endless lines. Few categories are frequent, and three of them decide about the click."""
+    while ids := [int(random.random() ** 3 * 4000) for _ in range(SPARSE)]:
+        clicked = sum(math.sin(12.9898 * i) for i in ids[:3]) > 0
+        categories = [f"{i * 2654435761 % 2**32:08x}" if i else "" for i in ids]
+        yield "\t".join([str(int(clicked)), *(str(i % 97) for i in ids[:DENSE]), *categories])
 
 
-def build(rank: int, world: int) -> DistributedModelParallel:
-    configs = [
-        EmbeddingBagConfig(name=f"t_{f}", num_embeddings=100_000, embedding_dim=DIM, feature_names=[f])
-        for f in FEATURES
-    ]
-    model = DLRM(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
-    constraints = {
-        config.name: DynamicEmbParameterConstraints(
-            use_dynamicemb=True,
-            dynamicemb_options=DynamicEmbTableOptions(
-                init_capacity=1024, score_strategy=DynamicEmbScoreStrategy.STEP
-            ),
-        )
-        for config in configs
-    }
-    planner = DynamicEmbeddingShardingPlanner(configs, constraints=constraints, debug=False)
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
-    sharders = [DynamicEmbeddingBagCollectionSharder(fused_params=fused_params)]
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    if rank == 0:
-        rows = planner.planned["t_cat_0"].max_capacity
-        print(f"{SPARSE} dynamic tables of dim {DIM} over {world} ranks, up to {rows:,} rows each on a rank")
-    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
-
-
-def rows_of(model: nn.Module) -> int:
-    return sum(len(t.table) for c in find_collections(model).values() for t in c.tables.values())
+def batches(lines):
+    """Numbers, ids and labels of this rank, which takes one of every `world` lines."""
+    mine, total = slice(dist.get_rank(), None, dist.get_world_size()), SAMPLES * dist.get_world_size()
+    while len(part := list(itertools.islice(lines, total))) == total:
+        label, *columns = zip(*(line.rstrip("\n").split("\t") for line in part[mine]))
+        dense = [[math.log1p(max(0, int(x or 0))) for x in column] for column in columns[:DENSE]]
+        categories = list(itertools.chain(*columns[DENSE:]))
+        ids = torch.tensor([int(c, 16) for c in categories if c], dtype=torch.int64)
+        lengths = torch.tensor([bool(c) for c in categories], dtype=torch.int32)
+        kjt = KeyedJaggedTensor([c.name for c in CONFIGS], ids, lengths=lengths)
+        yield torch.tensor(dense).T, kjt, torch.tensor([float(x) for x in label])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--samples", type=int, default=256, help="of each rank in a step")
-    arguments = parser.parse_args()
-    logging.disable(logging.WARNING)  # TorchRec's planner has much to tell
-    warnings.filterwarnings("ignore", module="torch")
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help="a file in Criteo's format")
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # TorchRec has much to tell
+    random.seed(17)
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = build(rank, world)
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())), lambda p: torch.optim.Adam(p, lr=3e-3)
-    )
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
-    clicks, loss_function = Clicks(arguments.samples, rank, world), nn.BCEWithLogitsLoss()
-
-    losses = []
-    for step in range(1, arguments.steps + 1):
-        dense_part, sparse_part, clicked = clicks.next()
-        optimizer.zero_grad()
-        loss = loss_function(model(dense_part, sparse_part), clicked)
+    model, grows = DLRM(), DynamicEmbTableOptions(init_capacity=1024)
+    dynamic = DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=grows)
+    planner = DynamicEmbeddingShardingPlanner(CONFIGS, constraints={c.name: dynamic for c in CONFIGS})
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+    sharders = [DynamicEmbeddingBagCollectionSharder(fused_params=fused)]
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    adam = torch.optim.Adam([*model.bottom.parameters(), *model.top.parameters()], lr=3e-3)
+    model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    tables = [t.table for c in find_collections(model).values() for t in c.tables.values()]
+    lines = open(options.data) if options.data else made_up()  # noqa: SIM115
+    for step, (dense, sparse, clicked) in enumerate(itertools.islice(batches(lines), options.steps), 1):
+        loss = nn.functional.binary_cross_entropy_with_logits(model(dense, sparse), clicked)
+        adam.zero_grad()
         loss.backward()  # the rows of the tables move in here
-        optimizer.step()  # moves the dense layers
-        losses.append(loss.item())
-        if step % max(1, arguments.steps // 6) == 0:
-            numbers = torch.tensor([sum(losses) / len(losses) / world, float(rows_of(model))])
-            dist.all_reduce(numbers)
-            losses = []
-            if rank == 0:
-                print(f"step {step:4}: loss {numbers[0]:.4f}, {int(numbers[1]):9,} rows stored")
-
-    model.eval()
-    before = rows_of(model)
-    with torch.no_grad():
-        probabilities = torch.sigmoid(model(*clicks.next()[:2]))
-    assert rows_of(model) == before, "evaluation should store nothing"
-    counts = [0] * world
-    dist.all_gather_object(counts, before)
-    if rank == 0:
-        print("rows on each rank: " + ", ".join(f"{n:,}" for n in counts))
-        print(f"evaluation of ids that nobody has seen: mean {probabilities.mean():.3f}, nothing was stored")
-    dist.barrier()
+        adam.step()
+        if step % 10 == 0 and dist.get_rank() == 0:
+            print(f"step {step:4}: loss {loss:.4f}, {sum(map(len, tables)):9,} rows on rank 0", flush=True)
     dist.destroy_process_group()
 
 

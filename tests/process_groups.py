@@ -5,11 +5,10 @@ import signal
 import subprocess
 
 
-def run(command, seconds):
+def run(command, seconds, **options):
     """Runs it in a group of its own, so that no child outlives the time limit."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         output, _ = process.communicate(timeout=seconds)
     finally:

@@ -57,7 +57,9 @@ def curve(columns: list[np.ndarray], most: int = 60_000) -> Curve:
         sampled.append(column[mixed % np.uint64(one_in) == 0])
     distances = np.concatenate([reuse_distances(column) for column in sampled])
     scaled = np.sort(distances[distances != NEVER]) * one_in
-    largest = max(64, int(scaled[-1]) if len(scaled) else 64)
-    rows = np.unique(np.geomspace(64, 2 * largest, 60).astype(np.int64))
-    hits = np.searchsorted(scaled, rows, side="left")  # a distance below the rows is a hit
-    return rows, 1 - hits / max(1, len(distances))
+    smallest = max(64, 2 * one_in)  # below, the sample has nothing to tell apart
+    largest = max(smallest, int(scaled[-1]) if len(scaled) else 0)
+    rows = np.unique(np.geomspace(smallest, 2 * largest, 60).astype(np.int64))
+    misses = len(distances) - np.searchsorted(scaled, rows, side="left")  # a hit: a distance below the rows
+    # Frequent ids nearly always hit, so it is the misses that a sample counts well, whoever is in it.
+    return rows, np.minimum(1, misses * one_in / sum(map(len, columns)))

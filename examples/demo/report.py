@@ -87,7 +87,7 @@ def _over_time(metrics: list[dict], steps: int) -> list[str]:
         _figure(
             "AUC over time",
             line_chart(aucs, label="AUC over steps", x_name="step", y_format=two_places, marks=restart),
-            "Of each stretch of batches, predicted before they are learned.",
+            "Every batch is predicted before the models learn from it.",
             aucs,
         ),
         _figure(
@@ -166,7 +166,7 @@ def page(
 <h1>embstore demo</h1>
 <p class="soft">{len(facts["names"])} tables on {facts["world"]} ranks, sharded by TorchRec;
 {facts["capacity"]:,} rows each, batches of {facts["batch"]:,}. {speed:,.0f} samples/s in training,
-{seconds:.0f} s in all. <code>{html.escape(command)}</code></p>
+{seconds:.0f} s in all.<br><code>{html.escape(command)}</code></p>
 <table>
 <tr><th></th><th>AUC</th><th>rows</th><th>memory</th></tr>
 {rows}

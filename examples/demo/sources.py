@@ -75,7 +75,7 @@ def _ratings(path: Path, steps: int) -> Recorded:
 
         columns = [column.to_numpy() for column in parquet.read_table(path).columns[:4]]
     else:
-        lines = path.read_text().replace("::", ",").replace("\t", ",").splitlines()
+        lines = path.read_text().replace("::", ",").replace("\t", ",").splitlines() or [""]
         lines = lines[not lines[0][:1].isdigit() :]
         columns = list(np.array([line.split(",")[:4] for line in lines if line], np.float64).T)
     users, items, stars, times = columns
