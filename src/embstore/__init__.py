@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from embstore import (
@@ -16,7 +17,17 @@ from embstore import (
     stores,
 )
 from embstore._core import get_num_threads, isa, set_num_threads
-from embstore.checkpoint import CheckpointError, IncrementLog, dump, load, open_dump
+from embstore.checkpoint import (
+    CheckpointError,
+    IncrementLog,
+    NotADumpError,
+    convert,
+    dump,
+    load,
+    merge,
+    open_dump,
+    reshard,
+)
 from embstore.initializers import Constant, Debug, Initializer, Normal, TruncatedNormal, Uniform
 from embstore.optimizers import (
     SGD,
@@ -42,7 +53,7 @@ if TYPE_CHECKING:
     from embstore import nn
     from embstore.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection
 
-__version__ = "0.1.0"
+__version__ = metadata.version("embstore")  # pyproject.toml says it
 
 _MODULES = ("Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection")
 
@@ -77,6 +88,7 @@ __all__ = [
     "IncrementLog",
     "Initializer",
     "Normal",
+    "NotADumpError",
     "Optimizer",
     "Ownership",
     "RefusedKeysError",
@@ -90,15 +102,18 @@ __all__ = [
     "TableOptions",
     "TruncatedNormal",
     "Uniform",
+    "convert",
     "dump",
     "get_num_threads",
     "ids_from",
     "isa",
     "load",
+    "merge",
     "metrics",
     "nn",
     "open_dump",
     "owner",
+    "reshard",
     "serving",
     "set_num_threads",
     "stores",

@@ -41,15 +41,15 @@ def share_text(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def time_text(score: int) -> str:
-    """The UTC time of a score that counts nanoseconds."""
+def time_text(score: int, fine: bool = False) -> str:
+    """The UTC time of a score that counts nanoseconds; `fine` with milliseconds."""
     moment = datetime.fromtimestamp(score // 10**9, timezone.utc)
-    return f"{moment:%Y-%m-%d %H:%M:%S}"
+    return f"{moment:%Y-%m-%d %H:%M:%S}" + (f".{score // 10**6 % 1000:03}" if fine else "")
 
 
-def score_text(score: int) -> str:
+def score_text(score: int, fine: bool = False) -> str:
     """A time where the score can be one, else the number as it is."""
-    return time_text(score) if score in TIMES else str(score)
+    return time_text(score, fine) if score in TIMES else str(score)
 
 
 def spark_text(counts: Sequence[int]) -> str:

@@ -20,9 +20,12 @@ from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.optimizers import Optimizer
 from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
+from embstore.progress import Wanted, shown
 from embstore.rows import Rows, Stats
 from embstore.stores import Store
 from embstore.table_views import TableViews
+
+RESERVE_STEPS = 50  # that progress is told of
 
 
 class RefusedKeysError(RuntimeError):
@@ -232,9 +235,17 @@ class Table(TableViews):
         """Removes every key and gives the memory of the rows back. The capacity stays."""
         self._core.clear()
 
-    def reserve(self, rows: int) -> None:
-        """Makes room for this many rows at once (at most max_capacity)."""
-        self._core.reserve(as_integer(rows, 0, (1 << 63) - 1, "rows"))
+    def reserve(self, rows: int, *, progress: Wanted = False) -> None:
+        """Makes room for this many rows at once (at most max_capacity). `progress` is True for a bar of tqdm,
+        or a function of (rows of room, rows wanted)."""
+        rows = as_integer(rows, 0, (1 << 63) - 1, "rows")
+        with shown(progress, "growing", unit=" rows") as report:
+            # An index with rows grows bucket by bucket; an empty one is made anew, so once.
+            steps = RESERVE_STEPS if report and len(self) else 1
+            for step in range(1, steps + 1):
+                self._core.reserve(rows * step // steps)
+                if report:
+                    report(rows * step // steps, rows)
 
     # ---- training
 

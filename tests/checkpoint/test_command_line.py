@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +332,104 @@ def test_what_is_not_a_dump_is_wrong_use_and_not_damage(tmp_path: Path) -> None:
         assert "error:" in said and "is not a dump" in said
     run("convert", tmp_path / "folder", tmp_path / "out", "--to", "v1a", code=2)
     run("convert", tmp_path / "nowhere", tmp_path / "out", "--to", "v1a", code=2)
+
+
+# ---- for people and for programs
+
+
+def test_every_answer_fits_80_columns_and_keys_can_be_pasted_back(tmp_path: Path) -> None:
+    ugly = [-(2**63), 2**63 - 1, 1_234_567_890_123]
+    wide = embstore.Table("user", dim=97, optimizer=embstore.Adam())
+    wide.insert_or_assign(ugly, np.random.default_rng(0).normal(size=(3, 97)) * 1e-6)
+    clicks = embstore.Table("clicks", dim=1, score_strategy="lfu")
+    clicks.find_or_insert(np.random.default_rng(1).zipf(1.2, 1023))
+    both = {"model.sparse": {"user": wide, "clicks": clicks}}
+    embstore.dump(tmp_path / "a", both)
+    clicks.erase([1])
+    clicks.insert_or_assign([2], [[0.1234567891]])
+    embstore.dump(tmp_path / "b", both)
+    a, b = tmp_path / "a", tmp_path / "b"
+    for command in (
+        ("inspect", a),
+        ("stats", a),
+        ("top", a, "-n", 3),
+        ("get", a, "--table", "user", "--", *ugly),
+        ("diff", a, b),
+    ):
+        text = run(*command, code=1 if command[0] == "diff" else 0)
+        assert all(len(line) <= 80 for line in text.splitlines()), text
+    shown = run("top", a, "--table", "user")
+    for line in shown.splitlines()[2:]:
+        key = line.split()[0]
+        assert int(key) in ugly and json.loads(run("get", "--json", a, "--", key))[0]["key"] == int(key)
+    assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", shown), shown  # a time, not 19 digits
+
+
+def test_errors_are_json_when_results_are(tmp_path: Path, dumped: tuple[Path, embstore.Table]) -> None:
+    path, _ = dumped
+    (tmp_path / "empty").mkdir()
+
+    def refused(*arguments: object) -> dict[str, Any]:
+        command = [sys.executable, "-m", "embstore.cli", *map(str, arguments), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        (error,) = (json.loads(line)["error"] for line in done.stderr.splitlines())
+        assert done.returncode == error["exit_code"] != 0
+        return error
+
+    assert refused("inspect", tmp_path / "empty")["kind"] == "not a dump"
+    assert refused("get", path, 424242) == {"kind": "missing", "message": "424242", "exit_code": 1}
+    assert refused("top", path, "-n", 0)["kind"] == "wrong use"
+    assert "--bad" in refused("inspect", path, "--bad")["message"]
+    assert refused("nothing")["kind"] == "wrong use"
+    file = path / "model" / "user_values"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert refused("verify", path)["kind"] == "damaged"
+    assert refused("convert", path, tmp_path / "out", "--to", "v2")["exit_code"] == 3
+
+
+def test_commands_that_write_say_what_there_is_now(
+    tmp_path: Path, dumped: tuple[Path, embstore.Table]
+) -> None:
+    for command in (("reshard", "--world", 3), ("convert", "--to", "v2"), ("convert", "--to", "parquet")):
+        target = tmp_path / f"out-{command[-1]}"
+        said = answer(command[0], dumped[0], target, *command[1:])
+        files = [p for p in target.rglob("*") if p.is_file()]
+        assert said == {
+            "path": str(target),
+            "files": len(files),
+            "bytes": sum(p.stat().st_size for p in files),
+        }
+
+
+def test_warnings_are_json_lines_too(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    (tmp_path / "in" / "model").mkdir(parents=True)
+    arrays = {"keys": np.arange(3), "values": np.ones((3, 2), np.float32), "state.odd": np.ones((3, 2))}
+    save_file(arrays, tmp_path / "in" / "model" / "user.safetensors")
+    result = CliRunner().invoke(
+        app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "v1a", "--json"]
+    )
+    assert "odd" in json.loads(result.stderr)["warning"] and json.loads(result.stdout)["files"] > 0
+
+
+def test_completion_is_offered_for_the_shell() -> None:
+    text = run("--help")
+    assert "--install-completion" in text and "--show-completion" in text
+
+
+def test_a_terminal_sees_progress_of_slow_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embstore.cli import app as shared
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(shared, "PATIENCE_SECONDS", 0.0)
+    with shared.Bars("verifying") as report:
+        for done in (10, 50):
+            report(done, 100)
+            time.sleep(0.11)
+    assert "verifying" in screen.getvalue() and "50 %" in screen.getvalue()

@@ -6,10 +6,11 @@ embstore.open_dump(path)["model"]["user"].values
 """
 
 from embstore.checkpoint.dumping import DumpHandle, dump
-from embstore.checkpoint.errors import CheckpointError
+from embstore.checkpoint.errors import CheckpointError, NotADumpError
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.loading import load
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
+from embstore.checkpoint.rewriting import convert, merge, reshard
 from embstore.distributed.ranks import Ranks, ranks_of
 
 __all__ = [
@@ -18,9 +19,13 @@ __all__ = [
     "DumpHandle",
     "DumpTable",
     "IncrementLog",
+    "NotADumpError",
     "Ranks",
+    "convert",
     "dump",
     "load",
+    "merge",
     "open_dump",
     "ranks_of",
+    "reshard",
 ]

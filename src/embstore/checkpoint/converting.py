@@ -23,10 +23,10 @@ from embstore.checkpoint.dumping import start
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.reading import DumpTable
-from embstore.checkpoint.replaying import open_any
+from embstore.checkpoint.replaying import Replay, open_any
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
-from embstore.checkpoint.writing import DumpOptions, Progress
+from embstore.checkpoint.writing import DumpOptions
 from embstore.distributed.ranks import Ranks
 from embstore.formats import described, parquet, safetensors
 from embstore.formats import one_embedding as one_embedding_files
@@ -35,6 +35,7 @@ from embstore.formats.dynamicemb import WRITTEN
 from embstore.formats.sok import STATES, DumpReader, DumpWriter, is_sok_dump
 from embstore.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Optimizer, from_dict
 from embstore.ownership import Ownership
+from embstore.progress import Progress, Wanted, shown
 from embstore.rows import Rows
 
 _COLUMN_FORMATS = {module.SUFFIX: module for module in (safetensors, parquet)}
@@ -77,7 +78,7 @@ def convert(
     path: Path,
     target: Path,
     to: str,
-    progress: Progress | None = None,
+    progress: Wanted = None,
     one_embedding: OneEmbeddingOptions | None = None,
 ) -> None:
     """Writes `target` in the format `to` from a dump, or from a folder that this made earlier."""
@@ -88,28 +89,36 @@ def convert(
         raise FileNotFoundError(f"path should be a folder but is: {path}")
     if to in WRITTEN:
         return _to_dump(path, target, to, progress, one_embedding)
+    stored = _verified(path, progress)
+    with shown(progress, "converting", unit=" tables") as report:
+        if to == "sok":
+            _write_sok(target, stored.tables, report)
+        elif to == "one_embedding":
+            name = one_embedding.snapshot or "converted"
+            one_embedding_files.write(target, stored.tables, name, report)
+        else:
+            _write_columns(target, stored.tables, to, report)
+
+
+def _verified(path: Path, progress: Wanted) -> Replay:
     stored = open_any(path)
-    stored.verify()
-    if to == "sok":
-        return _write_sok(target, stored.tables, progress)
-    if to == "one_embedding":
-        return one_embedding_files.write(
-            target, stored.tables, one_embedding.snapshot or "converted", progress
-        )
+    with shown(progress, "verifying") as report:
+        stored.verify(report)
+    return stored
+
+
+def _write_columns(target: Path, tables: Sequence[Columns], to: str, progress: Progress | None) -> None:
     draft = Draft(target)
     with draft.publishing():
-        for number, table in enumerate(stored.tables):
+        for number, table in enumerate(tables):
             folder = draft.path / file_stem(table.collection)
             folder.mkdir(exist_ok=True)
             _COLUMN_FORMATS[f".{to}"].write(folder / f"{file_stem(table.name)}.{to}", table)
             if progress:
-                progress(number + 1, len(stored.tables))
-    return None
+                progress(number + 1, len(tables))
 
 
-def _to_dump(
-    path: Path, target: Path, layout: str, progress: Progress | None, options: OneEmbeddingOptions
-) -> None:
+def _to_dump(path: Path, target: Path, layout: str, progress: Wanted, options: OneEmbeddingOptions) -> None:
     files = sorted(p for p in path.rglob("*") if p.suffix in _COLUMN_FORMATS)
     if files:
         return _write(target, layout, _foreign_sources(files), progress)
@@ -120,11 +129,10 @@ def _to_dump(
         with ExitStack() as stack:
             sources = [_one_embedding_source(name, of, options, stack) for name, of in found.items()]
             return _write(target, layout, sources, progress)
-    stored = open_any(path)
-    stored.verify()
-    base, *increments = stored.entries
+    base, *increments = _verified(path, progress).entries
     if base.manifest is not None:
-        merging.rewrite(base, increments, target, layout=layout, progress=progress)
+        with shown(progress, "converting") as report:
+            merging.rewrite(base, increments, target, layout=layout, progress=report)
         return None
     return _write(target, layout, [_original_source(table) for table in base.tables], progress)
 
@@ -215,7 +223,7 @@ def _write_sok(target: Path, tables: Sequence[Columns], progress: Progress | Non
                 progress(number + 1, len(tables))
 
 
-def _write(target: Path, layout: str, tables: list[_Given], progress: Progress | None) -> None:
+def _write(target: Path, layout: str, tables: list[_Given], progress: Wanted) -> None:
     """Writes a dump, with optimizer states where the tables have them."""
     with_states = [given for given in tables if given.source.spec.state_width]
     optim = any(given.has_states for given in with_states)
@@ -223,4 +231,5 @@ def _write(target: Path, layout: str, tables: list[_Given], progress: Progress |
         if optim and not given.has_states:
             raise CheckpointError(f"table {given.source.spec.name!r} has no optimizer states but others have")
     ranks, sources = Ranks(), [given.source for given in tables]
-    start(target, {0: sources}, 1, DumpOptions(layout, optim=optim), ranks).run(ranks, progress=progress)
+    with shown(progress, "converting") as report:
+        start(target, {0: sources}, 1, DumpOptions(layout, optim=optim), ranks).run(ranks, progress=report)

@@ -15,10 +15,11 @@ from typing import Any
 from embstore import _core
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.sources import Counts, Source, table_source
-from embstore.checkpoint.writing import DumpJob, DumpOptions, Progress
+from embstore.checkpoint.writing import DumpJob, DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.formats.dynamicemb import WRITTEN
 from embstore.ownership import AnyOwnership, Blocks, Ownership
+from embstore.progress import Wanted, shown
 from embstore.table import Table
 
 Tables = Mapping[str, Mapping[str, Table]]  # collection -> table name -> table
@@ -172,7 +173,7 @@ def dump(
     layout: str = "v1a",
     async_: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Wanted = False,
     counts: CountsOf | None = None,
 ) -> DumpHandle | None:
     """Writes tables to a folder: {path}/{collection}/{table}_keys, _values and so on.
@@ -192,18 +193,21 @@ def dump(
     """
     if layout not in WRITTEN:
         raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")
+    if async_ and progress:
+        raise ValueError("progress should be False with async_: the handle says when the dump is done")
     ranks = ranks_of(group, "dump()")
     options = DumpOptions(layout, bool(optim), overwrite=overwrite)
-    sources = snapshot_all(tables, options.optim, ranks, ownership, counts)
-    job = start(Path(path), {ranks.rank: sources}, ranks.world, options, ranks)
-    if async_:
-        handle = DumpHandle(job, ranks.background())
-        for named in tables.values():
-            for table in named.values():
-                table.dumps[:] = [*(dump for dump in table.dumps if dump.failure()), handle]
-        return handle
-    job.run(ranks, min(_core.get_num_threads(), MOST_THREADS), progress)
-    return None
+    with shown(progress, "dumping", rank=ranks.rank) as report:
+        sources = snapshot_all(tables, options.optim, ranks, ownership, counts)
+        job = start(Path(path), {ranks.rank: sources}, ranks.world, options, ranks)
+        if not async_:
+            job.run(ranks, min(_core.get_num_threads(), MOST_THREADS), report)
+            return None
+    handle = DumpHandle(job, ranks.background())
+    for named in tables.values():
+        for table in named.values():
+            table.dumps[:] = [*(dump for dump in table.dumps if dump.failure()), handle]
+    return handle
 
 
 def snapshot_all(

@@ -31,12 +31,13 @@ from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import interrupts_held, sync_folder
 from embstore.checkpoint.log_entries import facts_of, identities, identity, ownership_in
 from embstore.checkpoint.merging import rewrite
-from embstore.checkpoint.reading import Dump
+from embstore.checkpoint.reading import Dump, verify_all
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
-from embstore.checkpoint.writing import DumpOptions, Progress
+from embstore.checkpoint.writing import DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.ownership import AnyOwnership, Ownership
+from embstore.progress import Wanted, shown
 
 _ENTRY = re.compile(r"(base|increment)-(\d{12})")
 Entries = dict[str, dict[int, Path]]  # "base" or "increment" -> number -> folder
@@ -342,21 +343,24 @@ class IncrementLog:
 
     # ---- upkeep, by one process
 
-    def compact(self, progress: Progress | None = None) -> int:
+    def compact(self, progress: Wanted = False) -> int:
         """Merges the base and its increments into a new base; returns its number.
 
         May run beside the trainer and its servers. What the new base replaces stays until the next
-        compaction, so that whoever reads it can finish.
+        compaction, so that whoever reads it can finish. `progress` is True for a bar of tqdm, or a function
+        of (bytes done, bytes in all).
         """
         chain = self.chain()
-        for dump in chain:
-            dump.verify()
+        with shown(progress, "verifying") as report:
+            verify_all(chain, report)
         facts = facts_of(chain[-1])
         number = int(facts["number"])
         if len(chain) > 1:
             # An increment after the new base names the entry that this one stands for.
             following = {"log": facts["log"], "number": number, "stands_for": identity(chain[-1])}
-            rewrite(chain[0], chain[1:], self._entry("base", number), increment=following, progress=progress)
+            with shown(progress, "compacting") as report:
+                base = self._entry("base", number)
+                rewrite(chain[0], chain[1:], base, increment=following, progress=report)
         self.clean()
         return number
 

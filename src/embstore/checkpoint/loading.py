@@ -28,6 +28,7 @@ from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.options import ScoreStrategy
 from embstore.ownership import Ownership, owner
+from embstore.progress import Progress, Wanted, shown
 from embstore.rows import Rows
 from embstore.table import Table
 
@@ -45,6 +46,7 @@ def load(
     allow_missing: bool = False,
     allow_other_optimizer: bool = False,
     counts: Mapping[str, Mapping[str, TakeCounts]] | None = None,
+    progress: Wanted = False,
 ) -> None:
     """Reads tables from a dump: rows of keys that are there are replaced, others are added.
 
@@ -99,16 +101,20 @@ def load(
     # Empty tables can be made empty again, so their rows may come before the verdict about the files.
     one_pass = check and all(ranks.agree(may_undo))
     if check and not one_pass:
-        verify(everything, ranks)
+        with shown(progress, "verifying", rank=ranks.rank) as report:
+            verify(everything, ranks, progress=report)
 
-    def place_all() -> Pieces:
+    def place_all(report: Progress | None) -> Pieces:
         sums: Pieces = {}
+        placed = Placed(report, everything, ranks.world)
         for match in matches:
-            place(match, ranks, sums if one_pass else None)
+            place(match, ranks, sums if one_pass else None, placed)
+        placed.end()
         return sums
 
     try:
-        sums = ranks.agree(place_all)
+        with shown(progress, "loading", rank=ranks.rank, unit=" rows") as report:
+            sums = ranks.agree(lambda: place_all(report))
         if one_pass:
             verify(everything, ranks, sums)
     except BaseException:
@@ -143,7 +149,25 @@ def find_tables(
     return found, missing
 
 
-def place(match: Match, ranks: Ranks, sums: Pieces | None = None) -> None:
+class Placed:
+    """Counts the rows of this rank that are in their tables. Which rows belong to it is not known before, so
+    the whole is a guess, put right at the end."""
+
+    def __init__(self, report: Progress | None, tables: list[DumpTable], world: int) -> None:
+        self._report, self._rows = report, 0
+        self._expected = sum(table.rows for table in tables) // world
+
+    def add(self, rows: int) -> None:
+        self._rows += rows
+        if self._report:
+            self._report(self._rows, max(self._expected, self._rows))
+
+    def end(self) -> None:
+        if self._report:
+            self._report(self._rows, self._rows)
+
+
+def place(match: Match, ranks: Ranks, sums: Pieces | None = None, placed: Placed | None = None) -> None:
     """Puts the rows of this rank into the table. Adds the checksums of what was read to `sums`."""
     table, stored = match.table, match.stored
     table.reserve(min(table.stats().max_capacity, max(len(table), stored.rows // ranks.world)))
@@ -158,6 +182,8 @@ def place(match: Match, ranks: Ranks, sums: Pieces | None = None) -> None:
             ahead = pool.submit(next, blocks, None)
             match.assign(rows)
             count(len(rows))
+            if placed:
+                placed.add(len(rows))
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.reading import Dump, DumpTable
 from embstore.checkpoint.sources import Source, block_rows, block_source
 from embstore.checkpoint.spec import TableSpec
-from embstore.checkpoint.writing import DumpOptions, Progress, removed_file
+from embstore.checkpoint.writing import DumpOptions, removed_file
 from embstore.distributed.ranks import Ranks
 from embstore.formats.dynamicemb import WRITTEN
 from embstore.ownership import Ownership, owner
+from embstore.progress import Progress
 from embstore.rows import Rows
 
 Array = npt.NDArray[Any]

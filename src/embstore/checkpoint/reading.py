@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint import manifest
-from embstore.checkpoint.errors import CheckpointError
+from embstore.checkpoint.errors import CheckpointError, NotADumpError
 from embstore.checkpoint.files import combine, file_crc32, file_size
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.parts import PartReader, Pieces
@@ -28,6 +28,7 @@ from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import Ranks
 from embstore.formats import dynamicemb as layouts
 from embstore.formats.columns import Array, Columns
+from embstore.progress import Progress
 from embstore.rows import Rows
 
 VERIFY_BYTES = 32 << 20
@@ -201,7 +202,7 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
         self._tables: dict[str, dict[str, DumpTable]] = {}
         folders = collection_folders(path)
         if not folders:
-            raise CheckpointError(what_it_is(path))
+            raise NotADumpError(what_it_is(path))
         identities: dict[str, str] = {}
         for folder in folders:
             of = manifest.Manifest.read(folder)
@@ -263,12 +264,12 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
         """Of the first collection; dumps of other tools have none."""
         return next((table.manifest for table in self.tables), None)
 
-    def verify(self, ranks: Ranks | None = None) -> int:
+    def verify(self, ranks: Ranks | None = None, progress: Progress | None = None) -> int:
         """Reads every file and compares its checksum; returns how many bytes were right.
 
-        Raises CheckpointError naming the file. Ranks share the work.
+        Raises CheckpointError naming the file. Ranks share the work; `progress` counts bytes of this one.
         """
-        return verify(self.tables, ranks or Ranks())
+        return verify(self.tables, ranks or Ranks(), progress=progress)
 
 
 def _is_collection(path: Path) -> bool:
@@ -304,7 +305,17 @@ def what_it_is(path: Path) -> str:
     return f"{path}: is not a dump: it has neither {manifest.NAME} nor files of keys and values"
 
 
-def verify(tables: list[DumpTable], ranks: Ranks, known: list[Pieces] | None = None) -> int:
+def verify_all(dumps: Sequence[Dump], progress: Progress | None = None) -> int:
+    """Checks the files of several dumps as one work."""
+    return verify([table for dump in dumps for table in dump.tables], Ranks(), progress=progress)
+
+
+def verify(
+    tables: list[DumpTable],
+    ranks: Ranks,
+    known: list[Pieces] | None = None,
+    progress: Progress | None = None,
+) -> int:
     """Checks the files of some tables, shared out among the ranks. Those of which `known` has the checksums,
     from all ranks, are not read again."""
     pieces: Pieces = {}
@@ -322,7 +333,12 @@ def verify(tables: list[DumpTable], ranks: Ranks, known: list[Pieces] | None = N
 
     def read() -> list[tuple[str, tuple[int, int, int]]]:
         with ThreadPoolExecutor(2) as pool:
-            sums = list(pool.map(lambda unit: file_crc32(*unit), mine))
+            total, done, sums = sum(size for _, _, size in mine), 0, []
+            for (_, _, size), crc in zip(mine, pool.map(lambda unit: file_crc32(*unit), mine)):
+                sums.append(crc)
+                done += size
+                if progress:
+                    progress(done, total)
         return [(str(path), (offset, size, crc)) for (path, offset, size), crc in zip(mine, sums)]
 
     for found in ranks.agree(read):

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.log_entries import optim_of
 from embstore.checkpoint.merging import Merged, merge_tables
-from embstore.checkpoint.reading import Dump, collection_folders, is_log, open_dump, what_it_is
+from embstore.checkpoint.reading import Dump, is_log, open_dump, verify_all
 from embstore.formats.columns import Columns
+from embstore.progress import Progress
 from embstore.rows import Rows
 
 
@@ -94,14 +95,12 @@ class Replay:
                 LogTable(table, optim_of(entries[0]), size) for table, size in merge_tables(entries)
             ]
 
-    def verify(self) -> int:
+    def verify(self, progress: Progress | None = None) -> int:
         """Reads every file and compares its checksum; returns how many bytes were right."""
-        return sum(entry.verify() for entry in self.entries)
+        return verify_all(self.entries, progress)
 
 
 def open_any(path: Path) -> Replay:
-    """Opens a dump of any layout, or a log. Raises CheckpointError where it is damaged, and ValueError or
+    """Opens a dump of any layout, or a log. Raises CheckpointError where it is damaged, NotADumpError or
     FileNotFoundError where there is neither."""
-    if path.is_dir() and not is_log(path) and not collection_folders(path):
-        raise ValueError(what_it_is(path))
     return Replay(IncrementLog(path).chain() if is_log(path) else [open_dump(path)])

@@ -28,9 +28,9 @@ from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.sources import Source, block_rows, empty_block
 from embstore.distributed.ranks import Ranks
 from embstore.formats.dynamicemb import Column, arguments_file, columns_to_write
+from embstore.progress import Progress
 from embstore.rows import Rows
 
-Progress = Callable[[int, int], None]  # bytes written by this rank, and of how many
 Pieces = dict[str, list[tuple[int, int, int]]]  # file -> (offset, bytes, crc)
 
 

@@ -8,6 +8,7 @@ import sys
 EXTRAS = {
     "typer": "cli",
     "rich": "cli",
+    "tqdm": "cli",
     "pyarrow": "files",
     "safetensors": "files",
     "matplotlib": "plot",
@@ -29,7 +30,9 @@ def missing_extra(error: ImportError) -> str | None:
 
 def main() -> None:
     """The console script."""
+    as_json = "--json" in sys.argv
     try:
+        from embstore.cli.app import error_json
         from embstore.cli.commands import app
     except ImportError as error:
         text = missing_extra(error)
@@ -37,4 +40,15 @@ def main() -> None:
             raise
         print(f"error: {text}", file=sys.stderr)
         raise SystemExit(WRONG_USE) from None
-    app()
+    if not as_json:
+        app()
+    # Mistakes in the command line itself, such as an unknown option, are JSON for programs too.
+    try:
+        raise SystemExit(app(standalone_mode=False))
+    except Exception as error:
+        # Of click, or of the copy that newer versions of typer bring along.
+        say = getattr(error, "format_message", None)
+        if say is None:
+            raise
+        print(error_json("wrong use", say(), WRONG_USE), file=sys.stderr)
+        raise SystemExit(WRONG_USE) from None

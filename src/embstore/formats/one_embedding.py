@@ -19,8 +19,8 @@ from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import open_regular
 from embstore.checkpoint.names import file_stem, name_of
-from embstore.checkpoint.writing import Progress
 from embstore.formats.columns import Columns
+from embstore.progress import Progress
 from embstore.rows import Rows
 from embstore.stores import SsdStore
 

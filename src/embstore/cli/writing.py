@@ -1,0 +1,69 @@
+"""Commands that write dumps: merge, reshard, convert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embstore.arrays import as_integer
+from embstore.checkpoint import converting, rewriting
+from embstore.checkpoint.reading import is_log
+from embstore.cli.app import Bars, DumpPath, Json, Target, app, print_json, refusals
+from embstore.readable import bytes_text
+
+
+def _written(target: Path, as_json: bool) -> None:
+    """What there is now."""
+    files = [p for p in target.rglob("*") if p.is_file()]
+    size = sum(p.stat().st_size for p in files)
+    if as_json:
+        print_json({"path": str(target), "files": len(files), "bytes": size})
+    else:
+        typer.echo(f"{target}: {bytes_text(size)} in {len(files):,} files")
+
+
+@app.command()
+def merge(log: DumpPath, target: Target, as_json: Json = False) -> None:
+    """A dump of what a log says: its base and all increments after it."""
+    with refusals(as_json):
+        if not is_log(log):
+            raise ValueError(f"log should be the folder of an increment log but is: {log}")
+        with Bars("merging") as report:
+            rewriting.merge(log, target, progress=report)
+        _written(target, as_json)
+
+
+@app.command()
+def reshard(
+    path: DumpPath,
+    target: Target,
+    world: Annotated[int, typer.Option(help="for how many ranks")],
+    as_json: Json = False,
+) -> None:
+    """The same rows, ordered (v1a) or in files (v2) for another number of ranks."""
+    with refusals(as_json):
+        as_integer(world, 1, 65536, "--world")
+        with Bars("resharding") as report:
+            rewriting.reshard(path, target, world, progress=report)
+        _written(target, as_json)
+
+
+@app.command()
+def convert(
+    path: DumpPath,
+    target: Target,
+    to: Annotated[str, typer.Option(help=f"one of {', '.join(converting.FORMATS)}")],
+    snapshot: Annotated[str | None, typer.Option(help="name of a snapshot of OneEmbedding")] = None,
+    dim: Annotated[int | None, typer.Option(help="of vectors in rows of OneEmbedding")] = None,
+    optimizer: Annotated[str, typer.Option(help="of the state in rows of OneEmbedding")] = "SGD",
+    as_json: Json = False,
+) -> None:
+    """Other layouts of dumps, and files of other tools; and back."""
+    with refusals(as_json):
+        with Bars("converting") as report:
+            rewriting.convert(
+                path, target, to, progress=report, snapshot=snapshot, dim=dim, optimizer=optimizer
+            )
+        _written(target, as_json)
