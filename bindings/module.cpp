@@ -32,7 +32,8 @@ void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_
               uint64_t rows) {
   if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
   if (ownership < 0 || ownership > static_cast<int>(Ownership::kContinuous)) {
-    throw InvalidArgument("ownership should be between 0 and 3 but is: " + std::to_string(ownership));
+    throw InvalidArgument("ownership should be between 0 and 3 but is: " +
+                          std::to_string(ownership));
   }
   const auto* from = Address<const int64_t>(keys);
   auto* to = Address<int64_t>(out);
@@ -57,8 +58,8 @@ NB_MODULE(_core, m) {
   m.def("empty_bytes", &EmptyBytes, "bytes"_a,
         "Uninitialised bytes from the engine's recycled buffers.");
   m.def("idle_pool_bytes", &IdleBufferBytes);
-  m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a,
-        "rows"_a = 0,         nb::call_guard<nb::gil_scoped_release>());
+  m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a, "rows"_a = 0,
+        nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "crc32",
       [](uintptr_t data, size_t bytes, uint32_t crc) {

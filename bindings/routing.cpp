@@ -21,10 +21,11 @@ nb::tuple PyRoute(uintptr_t keys, int64_t n, uintptr_t offsets, int64_t cells, u
   nb::capsule owner(route, [](void* p) noexcept { delete static_cast<Route*>(p); });
   {
     nb::gil_scoped_release unlocked;
-    *route = RouteKeys({Address<const int64_t>(keys), static_cast<size_t>(n)},
-                       {Address<const int64_t>(offsets), static_cast<size_t>(cells + 1)}, world,
-                       static_cast<Ownership>(ownership),
-                       {Address<const uint8_t>(unique), unique ? static_cast<size_t>(cells) : 0}, rows);
+    *route =
+        RouteKeys({Address<const int64_t>(keys), static_cast<size_t>(n)},
+                  {Address<const int64_t>(offsets), static_cast<size_t>(cells + 1)}, world,
+                  static_cast<Ownership>(ownership),
+                  {Address<const uint8_t>(unique), unique ? static_cast<size_t>(cells) : 0}, rows);
   }
   return nb::make_tuple(
       nb::ndarray<nb::numpy, int64_t>(route->keys.data(), {route->keys.size()}, owner),

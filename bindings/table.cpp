@@ -329,8 +329,8 @@ void BindTable(nb::module_& m) {
                                        Address<float>(values), Address<float>(states),
                                        Address<uint64_t>(scores), Address<uint32_t>(uses));
           },
-          Unlocked(), "max_rows"_a, "keys"_a, "values"_a, "states"_a, "scores"_a,
-          "min_score"_a = 0, "uses"_a = 0);
+          Unlocked(), "max_rows"_a, "keys"_a, "values"_a, "states"_a, "scores"_a, "min_score"_a = 0,
+          "uses"_a = 0);
 }
 
 }  // namespace embstore

@@ -47,7 +47,7 @@ enum class Ownership : uint8_t {
   kRoundRobin = 0,      // uint64(key) % world
   kHashRoundRobin = 1,  // HashKey(key) % world
   kXxh64 = 2,           // xxh64 of the key's 8 bytes, seed 1, % world (OneEmbedding)
-  kContinuous = 3,      // keys below `rows` in equal blocks, one for each rank; others as kRoundRobin
+  kContinuous = 3,  // keys below `rows` in equal blocks, one for each rank; others as kRoundRobin
 };
 
 uint64_t Xxh64OfKey(int64_t key, uint64_t seed);

@@ -66,9 +66,9 @@ class Snapshot {
 
   // Up to max_rows further rows whose score is at least min_score; values (n, dim) and states (n,
   // state width) are float32 and may be null, and so may uses (n): how often keys were used, where
-  // the table counts that beside their scores, and 0 for rows of the store. Returns how many; 0 when no row is left for this
-  // thread. Holds the lock of the table for short whiles only. Throws InvalidState when the table
-  // was closed, and what the store throws.
+  // the table counts that beside their scores, and 0 for rows of the store. Returns how many; 0
+  // when no row is left for this thread. Holds the lock of the table for short whiles only. Throws
+  // InvalidState when the table was closed, and what the store throws.
   int64_t Read(int64_t max_rows, uint64_t min_score, int64_t* keys, float* values, float* states,
                uint64_t* scores, uint32_t* uses = nullptr);
 
