@@ -1,4 +1,4 @@
-// Binding of the initializers on their own: the rows that keys begin with.
+// Binding of the initializers: the vectors that new rows start with.
 #include "embstore/initializer.h"
 
 #include <nanobind/nanobind.h>

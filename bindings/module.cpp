@@ -1,8 +1,8 @@
 // embstore._core: the engine for Python.
 //
-// Arrays cross the border as addresses: src/embstore checks dtype, shape and device first and keeps
-// the arrays alive during the call, so numpy, torch and TensorFlow memory is used in place and a
-// call costs a few microseconds. Every call that may take long releases the GIL.
+// Arrays are passed as addresses: src/embstore checks dtype, shape and device first and keeps the
+// arrays alive during the call. So numpy, torch and TensorFlow memory is used in place, and a call
+// costs a few microseconds. Every call that may take long releases the GIL.
 #include "module.h"
 
 #include <nanobind/nanobind.h>
@@ -51,12 +51,12 @@ void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_
 
 NB_MODULE(_core, m) {
   using namespace embstore;
-  nb::set_leak_warnings(false);  // tables that live until the interpreter ends are no leak
+  nb::set_leak_warnings(false);  // tables that live until the interpreter exits are not leaks
   m.def("set_num_threads", &SetNumThreads, "threads"_a);
   m.def("get_num_threads", &NumThreads);
   m.def("isa", [] { return std::string(ActiveKernels().name); });
   m.def("empty_bytes", &EmptyBytes, "bytes"_a,
-        "Uninitialised bytes from the engine's pool of recycled outputs.");
+        "Uninitialised bytes from the engine's recycled buffers.");
   m.def("idle_pool_bytes", &IdleBufferBytes);
   m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a, "rows"_a = 0,
         nb::call_guard<nb::gil_scoped_release>());
@@ -67,8 +67,8 @@ NB_MODULE(_core, m) {
       },
       "data"_a, "bytes"_a, "crc"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("crc32_combine", &Crc32Combine, "crc_a"_a, "crc_b"_a, "bytes_of_b"_a);
-  // A fork waits for threads that work on tables. Without the GIL, which a store written in Python
-  // needs to get done.
+  // A fork waits for threads that work on tables. It releases the GIL, which a store written in
+  // Python needs to finish.
   const auto before =
       nb::cpp_function(&ForkGuard::Prepare, nb::call_guard<nb::gil_scoped_release>());
   const auto after = nb::cpp_function(&ForkGuard::Release);

@@ -1,4 +1,4 @@
-// Binding of what a parameter server needs: plug-ins, and rows that lie in several arrays.
+// Binding of what a parameter server needs: plug-ins, and rows that are spread over several arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -32,7 +32,8 @@ std::vector<Piece> ToPieces(const std::vector<PieceTuple>& tuples) {
   return pieces;
 }
 
-// One text of commands for rows [first, last), at most `step` rows each. Valid until the next call.
+// The commands for rows [first, last), at most `step` rows each, as one text. Valid until the next
+// call.
 template <typename Add>
 nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> Commands(RedisRows& rows, int64_t first,
                                                             int64_t last, int64_t step,

@@ -1,4 +1,4 @@
-// Binding of the rows that read-only processes serve.
+// Binding of served tables, which read-only processes answer from.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -21,8 +21,8 @@ using namespace nb::literals;
 namespace embstore {
 namespace {
 
-// part: file of keys (None where an index is given), file of rows, n, stride_bytes, offset_bytes of
-// the first row.
+// part: key file (None when an index is given), row file, n, stride_bytes, offset_bytes of the
+// first row.
 ServedRows RowsFrom(const nb::tuple& part) {
   std::shared_ptr<MappedFile> keys;
   if (!part[0].is_none()) keys = nb::cast<std::shared_ptr<MappedFile>>(part[0]);
@@ -52,7 +52,7 @@ std::span<const int64_t> Keys(uintptr_t keys, int64_t n) {
   return {Address<const int64_t>(keys), static_cast<size_t>(n)};
 }
 
-// Arrays in and out, since a small lookup costs less than the checks of its arrays in Python.
+// Takes and returns arrays: checking them in Python would cost more than a small lookup.
 nb::tuple FindVectors(const ServedTable& table,
                       const nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>& ids) {
   const size_t n = ids.size(), dim = static_cast<size_t>(table.options().dim);
@@ -94,7 +94,7 @@ void BindServing(nb::module_& m) {
       },
       nb::call_guard<nb::gil_scoped_release>(), "values"_a, "n"_a, "dim"_a, "dtype"_a, "out"_a);
 
-  nb::class_<ServedTable>(m, "ServedTable", "Rows by key in one state that never changes.")
+  nb::class_<ServedTable>(m, "ServedTable", "An immutable state of a table: rows by key.")
       .def(
           "__init__",
           [](ServedTable* self, const std::string& name, int64_t dim, int dtype, uint64_t seed,

@@ -19,8 +19,8 @@ namespace {
 using Pairs = nb::ndarray<nb::numpy, int64_t, nb::shape<-1, 2>>;
 static_assert(sizeof(KeySlot) == 2 * sizeof(int64_t));
 
-// Calls without the GIL, then copies: the spans of a SlotMap live until its next call. The copy
-// lies in the pool, since fresh pages would cost more than the call.
+// Calls without the GIL, then copies, since the spans of a SlotMap are valid until its next call.
+// The copy uses a recycled buffer: fresh pages would cost more than the call.
 template <typename Call>
 Pairs Unlocked(const Call& call) {
   auto* kept = new RecycledBuffer;

@@ -1,4 +1,4 @@
-// Binding of stores, and the store that is written in Python.
+// Binding of stores, and of stores that are written in Python.
 #include "embstore/store.h"
 
 #include <nanobind/nanobind.h>
@@ -51,7 +51,7 @@ KeyArray ToArray(std::span<const int64_t> keys) {
   return Copied<int64_t, KeyArray>(keys.data(), {keys.size()});
 }
 
-// Calls the methods of an embstore.stores.Store. Takes the GIL for each call, on whatever thread.
+// Calls the methods of an embstore.stores.Store, on any thread; takes the GIL for each call.
 class PythonStore final : public Store {
  public:
   PythonStore(nb::object store, int64_t row_bytes)
@@ -134,10 +134,10 @@ class PythonStore final : public Store {
   }
 
  private:
-  // A call of a method: a fork waits for it, since it may hold locks of its own.
+  // A method call. A fork waits for it, since it may hold locks of its own.
   struct Inside {
     explicit Inside(const PythonStore& store) : guard(store.lock_) {}
-    std::shared_lock<StoreLock> guard;  // before the GIL, which others need to leave
+    std::shared_lock<StoreLock> guard;  // before the GIL, which others need to finish
     nb::gil_scoped_acquire locked;
   };
 
@@ -184,7 +184,7 @@ class PythonStore final : public Store {
     Blocks blocks_;
   };
 
-  // Blocks come as large as the Python side makes them.
+  // The Python side decides how large the blocks are.
   class Scanner final : public StoreScanner {
    public:
     Scanner(const PythonStore& store, nb::object blocks)
@@ -309,7 +309,7 @@ void BindStore(nb::module_& m) {
       .def("load_snapshot", &Store::LoadCheckpoint, Unlocked(), "name"_a)
       .def("scan", &Store::Scan, nb::keep_alive<0, 1>(), Unlocked());
 
-  // Files and directories fail with an errno, which makes the OSError that Python users expect.
+  // Errors with an errno become the OSError that Python users expect.
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);

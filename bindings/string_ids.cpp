@@ -26,7 +26,7 @@ void Slices(uintptr_t data, int64_t bytes, uintptr_t offsets, int64_t n, uint64_
               {Address<int64_t>(ids), Count(n)});
 }
 
-// Strings and bytes of a list; the numbers of all other elements are returned, their ids are left
+// Hashes the str and bytes elements of a list. Returns the positions of all others, whose ids stay
 // as they are.
 nb::list Objects(nb::list strings, uint64_t seed, uintptr_t ids, int64_t n) {
   nb::list others;

@@ -1,4 +1,4 @@
-// Binding of Table, of the optimizers' step options and of rows in numpy arrays.
+// Binding of Table, of step options, and of rows as numpy arrays.
 #include "embstore/table.h"
 
 #include <nanobind/nanobind.h>
@@ -25,7 +25,7 @@ using namespace nb::literals;
 namespace embstore {
 namespace {
 
-// A numpy array that owns what was in a vector.
+// A numpy array that takes over the contents of a vector.
 template <typename T, typename... Shape>
 nb::ndarray<nb::numpy, T> ToNumpy(std::vector<T>&& values, Shape... shape) {
   auto* kept = new std::vector<T>(std::move(values));
@@ -33,7 +33,7 @@ nb::ndarray<nb::numpy, T> ToNumpy(std::vector<T>&& values, Shape... shape) {
   return nb::ndarray<nb::numpy, T>(kept->data(), {static_cast<size_t>(shape)...}, owner);
 }
 
-// (keys, values, states, scores); values and states have no rows where they were not asked for.
+// (keys, values, states, scores); values and states are empty unless they were requested.
 nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
   const auto n = block.keys.size();
   const auto value_rows = dim ? block.values.size() / static_cast<size_t>(dim) : 0;
@@ -69,7 +69,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   return Table::Create(options);
 }
 
-// A snapshot that ends waits for the table's lock, and whoever holds that may want the GIL.
+// Its destructor waits for the table's lock, whose holder may need the GIL.
 struct PySnapshot {
   explicit PySnapshot(std::shared_ptr<Table> table)
       : snapshot(std::make_unique<Snapshot>(std::move(table))) {}
@@ -317,7 +317,7 @@ void BindTable(nb::module_& m) {
       .def("close", &Table::Close, Unlocked());
 
   nb::class_<PySnapshot>(m, "Snapshot",
-                         "The rows of a table at one moment, read while it is trained.")
+                         "A consistent view of a table at one moment, read while it is trained.")
       .def(nb::init<std::shared_ptr<Table>>(), Unlocked(), "table"_a)
       .def_prop_ro(
           "rows", [](PySnapshot& self) { return self.snapshot->rows(); }, Unlocked())

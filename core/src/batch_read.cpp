@@ -40,10 +40,10 @@ AlignedBytes Allocate(size_t bytes) {
   throw std::system_error(error, std::generic_category(), "reading rows");
 }
 
-// A submission and a completion queue that are shared with the kernel. One thread at a time.
+// A submission and a completion queue, shared with the kernel. For one thread at a time.
 class Ring {
  public:
-  // Null where the kernel has no io_uring, or forbids it.
+  // Null when the kernel has no io_uring, or forbids it.
   static std::unique_ptr<Ring> Open() {
     io_uring_params params{};
     const auto fd = static_cast<int>(syscall(__NR_io_uring_setup, kRingEntries, &params));
@@ -88,7 +88,7 @@ class Ring {
         Read& read = reads[slot];
         const ReadRequest& request = requests[read.request];
         if (result > 0 && read.done + static_cast<uint32_t>(result) < request.bytes && !error) {
-          read.done += static_cast<uint32_t>(result);  // a short read goes on where it stopped
+          read.done += static_cast<uint32_t>(result);  // a short read resumes where it stopped
           Prepare(request, read, slot);
           Enter(1, /*wait=*/false);
           return;
@@ -153,7 +153,7 @@ class Ring {
     std::atomic_ref<unsigned>(*sq_tail_).store(tail + 1, std::memory_order_release);
   }
 
-  // Hands over what was prepared and waits for at least one completion.
+  // Submits what was prepared and waits for at least one completion.
   void Enter(unsigned submitted, bool wait = true) {
     while (true) {
       const long taken = syscall(__NR_io_uring_enter, fd_, submitted, wait ? 1 : 0,
@@ -183,8 +183,8 @@ class Ring {
   io_uring_cqe* completions_ = nullptr;
 };
 
-// Rings that are not in use. They belong to the process that made them: a child of fork starts
-// again, with a lock that no thread of its parent holds.
+// Idle rings. They belong to the process that made them: the child of a fork starts without any,
+// and with a lock that no thread of its parent holds.
 class Rings {
  public:
   static Rings& OfProcess() {
@@ -271,7 +271,7 @@ void ReadBatch(std::span<const ReadRequest> requests, int depth, const Done& don
   if (requests.empty()) return;
   if (!WantsThreads()) {
     if (auto ring = Rings::OfProcess().Take()) {
-      ring->Run(requests, depth, done);  // a ring that failed may have reads on their way: dropped
+      ring->Run(requests, depth, done);  // a ring that fails may have reads in flight: drop it
       Rings::OfProcess().Give(std::move(ring));
       return;
     }

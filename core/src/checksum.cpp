@@ -45,7 +45,7 @@ uint32_t Plain(uint32_t crc, const uint8_t* data, size_t bytes) {
 }
 
 #if defined(__x86_64__)
-// x times the powers of x in `by`, so that it lies that much further on in the message.
+// x times the powers of x in `by`: moves it that much further on in the message.
 __attribute__((target("pclmul,sse4.1"))) inline __m128i Fold(__m128i x, __m128i by, __m128i next) {
   return _mm_xor_si128(
       next, _mm_xor_si128(_mm_clmulepi64_si128(x, by, 0x00), _mm_clmulepi64_si128(x, by, 0x11)));

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kPrepareSeconds = 60, kAtForkSeconds = 2;
 
-// Those that may be alive, in the order in which they came.
+// Weak references, in the order in which they were added.
 template <typename T>
 class Registry {
  public:
@@ -38,7 +38,7 @@ class Registry {
     return alive;
   }
 
-  std::mutex mutex;  // held for a moment, and by atfork until the fork is done
+  std::mutex mutex;  // held briefly, and by atfork until the fork is done
 
  private:
   std::vector<std::weak_ptr<T>> items_;
@@ -69,7 +69,7 @@ bool Contains(const std::vector<std::shared_ptr<T>>& items, const std::shared_pt
 
 }  // namespace
 
-// What the fork that is under way has locked.
+// What the running fork has locked.
 struct ForkGuard::Held {
   RwLock mutex;        // one fork at a time
   bool owned = false;  // by this fork
@@ -84,8 +84,8 @@ ForkGuard::Held*& ForkGuard::held() {
 
 void ForkGuard::Add(const std::shared_ptr<RwLock>& lock) {
   static const int registered = [] {
-    // Handlers run from the latest to the first before a fork. A thread that works on a table may
-    // need the pool of buffers, so the pool has to register its own before this one.
+    // Before a fork the newest handler runs first. A thread that works on a table may need a
+    // recycled buffer, so those must register their handler before this one.
     (void)IdleBufferBytes();
     return pthread_atfork(BeforeFork, InParent, InChild);
   }();
@@ -98,8 +98,8 @@ void ForkGuard::Add(const std::shared_ptr<Table>& table) {
   Tables().Add(table);
 }
 
-// Locks what is not locked yet. Registries are left alone while it waits, since whoever is waited
-// for may make or drop tables.
+// Locks what is not locked yet. It holds no registry while it waits, since the threads it waits for
+// may create or drop tables.
 void ForkGuard::Acquire(int seconds) {
   Held& fork = *held();
   const auto deadline = After(seconds);
@@ -127,7 +127,7 @@ void ForkGuard::Prepare() {
   held()->owned = true;
   t_prepared = true;
   Acquire(kPrepareSeconds);
-  // Tables that are new since, or were too busy, have another chance at the fork.
+  // The fork tries again for tables that were too busy, or are new since.
   held()->busy.clear();
   held()->busy_locks.clear();
 }
@@ -142,7 +142,7 @@ void ForkGuard::UnlockAll() {
   Held& fork = *held();
   for (const auto& lock : fork.locks) lock->unlock();
   for (const auto& table : fork.tables) table->lock_.unlock();
-  // Dropped last, and without the mutex: they may be the last to hold a table.
+  // Dropped last, and without the mutex: these may be the last references to a table.
   auto tables = std::exchange(fork.tables, {}), busy = std::exchange(fork.busy, {});
   fork.locks.clear();
   fork.busy_locks.clear();
@@ -172,14 +172,14 @@ void ForkGuard::InChild() {
   Held& fork = *held();
   StoreLocks().mutex.unlock();
   Tables().mutex.unlock();
-  // Locks know their owner by a thread id, which is another one in the child: all are made again.
+  // A lock knows its owner by a thread id, which differs in the child: all are made anew.
   for (const auto& lock : StoreLocks().Alive()) lock->Renew();
   for (const auto& table : Tables().Alive()) {
     const bool whole = fork.owned && Contains(fork.tables, table);
     if (whole) table->pins_.mutex().unlock();
     table->AfterForkInChild(whole);
   }
-  held() = new Held;  // the old one may belong to a thread that is not here
+  held() = new Held;  // the old one may belong to a thread of the parent
   t_prepared = false;
 }
 

@@ -11,7 +11,7 @@ constexpr int kMaxPartitionBits = 10;
 constexpr int64_t kOccurrencesPerPartition = 512;
 constexpr size_t kInsertionSortBelow = 24;
 
-// Stable by row: occurrences of a partition start in the order of the batch.
+// Stable: the occurrences of a partition start in the order of the batch.
 void InsertionSort(std::span<Occurrence> items) {
   for (size_t i = 1; i < items.size(); ++i) {
     const Occurrence item = items[i];

@@ -1,13 +1,17 @@
-// Occurrences of a batch grouped by row, so that each row is updated once.
+// Grouping sorts the occurrences of a batch by row, so that each row is updated once.
 //
 // A radix sort in two steps: occurrences are spread over partitions by the high bits of the row (in
-// chunks, by several threads), then each partition is sorted by itself. Rows are thus met in the
-// order of their addresses. The result is the one stable order, whatever the number of threads.
+// chunks, on several threads), then each partition is sorted on its own. So rows are visited in the
+// order of their addresses.
 //
-// Frequent keys come early and have low rows, so low rows need narrow partitions. They are as wide
-// as the steps of a floating-point number: 2^m of them for every doubling of the row. That shares
-// out keys that are all alike (half of them are in the last doubling) as well as those whose
-// frequency falls with their rank.
+// Frequent keys arrive early and have low rows, so low rows need narrow partitions. Widths follow
+// the steps of a floating-point number: 2^m partitions for every doubling of the row. That balances
+// uniform keys (half of them are in the last doubling) as well as keys whose frequency falls with
+// their rank.
+//
+// Thread safety: different chunks and different partitions may be handled by different threads.
+//
+// Invariant: the result is the one stable order by row, whatever the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +42,7 @@ class Grouping {
 
  private:
   uint32_t PartitionOf(Row row) const;
-  int LowBits(int64_t partition) const;  // those in which the rows of a partition differ
+  int LowBits(int64_t partition) const;  // in which the rows of a partition differ
 
   const Row* rows_;
   int64_t n_, chunks_, partitions_;

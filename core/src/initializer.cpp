@@ -19,8 +19,8 @@ uint64_t Fnv1a64(std::string_view text) {
   return h;
 }
 
-// Natural logarithm of 0 < x < 1 to about 1e-16. Not std::log: the last bit of that one differs
-// between C libraries, and rows must not.
+// Natural logarithm of 0 < x < 1 to about 1e-16. Not std::log, whose last bit differs between C
+// libraries: rows must not.
 double Log(double x) {
   constexpr double kLn2 = 0.693147180559945309417232121458;
   constexpr double kSqrtHalf = 0.707106781186547524400844362105;
@@ -128,7 +128,7 @@ void NormalQuantiles(const uint32_t words[kPhiloxWords], double cdf_lower, doubl
     const double centred = static_cast<double>(static_cast<int32_t>(words[i] ^ 0x80000000u));
     p[i] = cdf_lower + (centred + 2147483648.5) * 0x1p-32 * cdf_range;
   }
-  // The centre formula is harmless outside its range, so all take it without a branch.
+  // The centre formula is harmless outside its range, so all lanes compute it without a branch.
   for (int i = 0; i < kPhiloxWords; ++i) z[i] = InverseNormalCentre(p[i] - 0.5);
   for (int i = 0; i < kPhiloxWords; ++i) {
     if (std::abs(p[i] - 0.5) <= kCentre) continue;
@@ -206,7 +206,7 @@ void Initializer::Fill(int64_t key, std::span<float> out) const {
   const bool truncated = o.kind == InitializerKind::kTruncatedNormal;
   const float lowest = truncated ? o.lower : -std::numeric_limits<float>::max();
   const float highest = truncated ? o.upper : std::numeric_limits<float>::max();
-  // Rounding may carry the largest draws up to `upper`, which a half-open interval excludes.
+  // Rounding may lift the largest draws to `upper`, which a half-open interval excludes.
   const float below_upper = o.lower < o.upper
                                 ? std::nextafter(o.upper, -std::numeric_limits<float>::infinity())
                                 : o.upper;
@@ -222,7 +222,7 @@ void Initializer::Fill(int64_t key, std::span<float> out) const {
     float* const target = whole ? out.data() + column : values;
     if (o.kind == InitializerKind::kUniform) {
       for (int i = 0; i < kPhiloxWords; ++i) {
-        // Weights of both ends instead of lower + u * range, whose range may overflow.
+        // A weighted mean of both ends: the range of lower + u * range may overflow.
         const float u = static_cast<float>(static_cast<int32_t>(words[i] >> 8)) * 0x1p-24f;
         const float value = o.lower * (1.0f - u) + o.upper * u;
         target[i] = std::max(o.lower, std::min(value, below_upper));

@@ -1,7 +1,7 @@
-// The hot loops for one instruction set. Compiled once for each, as EMBSTORE_ISA=plain, avx2 and
-// avx512, with -ffp-contract=off -fno-math-errno -Wno-psabi. All definitions sit in the
-// namespace of the instruction set or have internal linkage: a function shared with the other
-// builds could be taken by the linker from the wrong one, and trap on an older machine.
+// The hot loops, compiled once for each instruction set (EMBSTORE_ISA=plain, avx2, avx512) with
+// -ffp-contract=off -fno-math-errno -Wno-psabi. All definitions are in the namespace of the
+// instruction set or have internal linkage: if builds shared a function, the linker could pick the
+// one that traps on an older machine.
 
 #include <array>
 #include <atomic>
@@ -64,7 +64,7 @@ EMBSTORE_INLINE const T* VectorAt(const VectorsView& v, int64_t i) {
   return static_cast<const T*>(v.base) + OffsetOf(v, i);
 }
 
-// kDim > 0 fixes the number of columns at compile time, and the copy becomes straight moves.
+// kDim > 0 fixes the number of columns at compile time, so that the copy needs no loop.
 template <int64_t kDim = 0, class T, class U>
 EMBSTORE_INLINE void Convert(const T* in, U* out, int64_t dim) {
   if constexpr (kDim > 0) {
@@ -81,8 +81,8 @@ EMBSTORE_INLINE void Convert(const T* in, U* out, int64_t dim) {
 
 // --- gather -----------------------------------------------------------------------------------
 
-// How many items of so many bytes to fetch ahead: enough bytes to cover a miss to memory, few
-// enough that they still sit in L1 when they are read.
+// How many items of item_bytes to prefetch: enough to cover a cache miss, few enough that they are
+// still in L1 when they are read.
 EMBSTORE_INLINE int64_t ItemsAhead(int64_t budget_bytes, int64_t item_bytes, int64_t least,
                                    int64_t most) {
   const int64_t items = budget_bytes / (item_bytes > 0 ? item_bytes : 1);
@@ -151,8 +151,8 @@ struct Bag {
   EMBSTORE_INLINE float Scale(int64_t i) const { return (weights ? weights[i] : 1.0f) / divisor; }
 };
 
-// Sums kBlocks blocks of eight columns of a bag in registers; out may be of any element type
-// because nothing is accumulated in it.
+// Sums kBlocks blocks of eight columns of a bag in registers. `out` may have any element type,
+// since nothing is accumulated in it.
 template <int kBlocks, class T, class U, class Block>
 EMBSTORE_INLINE void PoolColumns(const RowsView& rows, const Row* numbers, const float* extra,
                                  const Bag& bag, Block block, U* out) {
@@ -218,7 +218,7 @@ void Pool(const RowsView& rows, const Row* numbers, const float* extra, const in
 
 // --- update -----------------------------------------------------------------------------------
 
-// What happens to a gradient before the rule sees it, and to the weights beside it.
+// What is applied to a gradient before the rule: scale, clipping and weight decay.
 struct Conditioning {
   explicit Conditioning(const StepOptions& o)
       : scale(static_cast<float>(o.gradient_scale)),
@@ -242,7 +242,7 @@ struct Conditioning {
       block.Store8(v, out);
     });
     if (clip_norm <= 0.0) return;
-    // In double: the squares of large gradients, which clipping is for, overflow float32.
+    // In double: the squares of the large gradients that clipping is for overflow float32.
     D8 squares = {};
     ForBlocks(0, dim, [&](auto block) {
       const D8 v = __builtin_convertvector(block.Load8(out), D8);
@@ -258,7 +258,7 @@ struct Conditioning {
   double clip_norm;
 };
 
-// One pass over the columns: embedding and states are read, moved and written together.
+// One pass over the columns reads, updates and writes embedding and states together.
 template <class Rule, class T, bool kDecay>
 EMBSTORE_INLINE void UpdateRow(const Rule& rule, const Conditioning& conditioning, const float* g,
                                int64_t dim, T* weights, float* state) {
@@ -299,7 +299,7 @@ void UpdateAs(const RowsView& rows, const StepOptions& step, int64_t row_bytes,
   const Rule rule(step);
   const Conditioning conditioning(step);
   const bool changes = conditioning.Changes();
-  // A gradient that needs no sum and no conversion is read where it lies.
+  // A gradient that needs neither a sum nor a conversion is used in place.
   const bool direct = gradients.dtype == DType::kFloat32 && gradients.scale == nullptr;
   const SumGroupFunction sum_group = SumGroupFor(gradients);
   Lookahead lookahead(sorted, n, gradients, rows.dim, &rows, row_bytes);

@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint32_t kWidths[] = {16, 18, 21, 24, 28};  // of stripes, in buckets; then 2 x 16
 constexpr uint32_t kStripe = kWidths[0];
-// Fuller than this a stripe that is the last to grow would be over-full.
+// At a higher load the last stripes to grow would overflow.
 constexpr double kMostLoad = 0.9;
 
 void Check(bool ok, const char* field, const std::string& should, double value) {
@@ -34,7 +34,7 @@ IndexLayout MakeLayout(uint32_t width, uint32_t bits) {
   return {static_cast<uint64_t>(width) << bits, width, bits};
 }
 
-// The smallest layout of at least so many buckets. Few buckets are one stripe.
+// The smallest layout of at least this many buckets. A few buckets make one stripe.
 IndexLayout LayoutFor(int64_t buckets) {
   if (buckets <= kStripe)
     return MakeLayout(static_cast<uint32_t>(std::max<int64_t>(buckets, 1)), 0);
@@ -81,8 +81,8 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
   groups_ = HugeBuffer(BytesOf(grown_));
 }
 
-// Stripes at different stages of growth are filled differently, so an index of many stripes keeps
-// some room even at max_capacity.
+// While some stripes have grown and others have not, their loads differ. So an index of many
+// stripes keeps some room even at max_capacity.
 int64_t KeyIndex::BucketsFor(int64_t keys) const {
   const auto at_load = [&](int64_t n, double load) {
     return static_cast<int64_t>(
@@ -156,7 +156,7 @@ void KeyIndex::CheckInvariants() const {
 }
 
 int64_t KeyIndex::StripeOf(uint64_t hash) const {
-  // Where stripes are split while they grow, both halves are one here.
+  // While growth splits stripes in two, both halves count as one.
   return static_cast<int64_t>(embstore::StripeOf(hash, not_grown_ ? before_ : grown_));
 }
 
@@ -194,7 +194,7 @@ void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
   const Anchor home = HomeOf(hash, view());
   const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
   if (!whole) {
-    // Where the home group is full, the search for a free slot begins at its block.
+    // If the home group is full, the search for a free slot starts at its block.
     const IndexGroup* const block = bucket + (home.group >> block_bits_ << block_bits_);
     for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
     return;
@@ -204,12 +204,12 @@ void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
   }
 }
 
-// Takes the free slot nearest to the group, in the bucket. False when there is none.
+// Takes the free slot of the bucket that is nearest to the group. False when there is none.
 bool KeyIndex::PutNear(IndexGroup* groups, int64_t bucket, uint32_t group,
                        const IndexEntry& entry) const {
   IndexGroup* const first = groups + bucket * bucket_groups_;
   const auto put = [&](IndexGroup& g) {
-    // Without branches: which slot is free cannot be foreseen.
+    // Without branches, which the processor could not predict here.
     const unsigned free = static_cast<unsigned>(g.scores[0] == 0) |
                           static_cast<unsigned>(g.scores[1] == 0) << 1 |
                           static_cast<unsigned>(g.scores[2] == 0) << 2;
@@ -293,7 +293,7 @@ void KeyIndex::Erase(Slot slot) {
   };
   if (slot >= kFirstOverflowSlot) {
     leave_elsewhere();
-    // Entries behind the hole move back into it unless that would put them before their home.
+    // Later entries move back into the hole unless that would put them before their home.
     const size_t mask = overflow_.size() - 1;
     auto hole = static_cast<size_t>(slot - kFirstOverflowSlot);
     for (size_t at = (hole + 1) & mask; overflow_[at].score; at = (at + 1) & mask) {
@@ -318,7 +318,7 @@ void KeyIndex::Erase(Slot slot) {
   v.groups[group].scores[slot % kGroup] = 0;
   const auto in_bucket = static_cast<uint32_t>(group - bucket * bucket_groups_);
   if (in_bucket == anchor.group) return;
-  // The block stays named if it has another key of this anchor.
+  // The anchor keeps naming the block if another of its keys is there.
   const uint32_t block = in_bucket >> block_bits_;
   const uint32_t end = std::min((block + 1) << block_bits_, bucket_groups_);
   for (uint32_t g = block << block_bits_; g < end; ++g) {
@@ -374,7 +374,7 @@ void KeyIndex::Reserve(int64_t keys) {
                              "growing an index of " + std::to_string(size_) + " keys");
       groups_.Grow(BytesOf(to));
     }
-    constexpr int64_t kAtOnce = 16;  // they stay in the second cache until they are cleared
+    constexpr int64_t kAtOnce = 16;  // these fit the L2 cache
     GrowStripes(from, to, left, std::min({left, kAtOnce, CeilDiv(wanted - buckets(), gain)}));
   }
 }
@@ -387,7 +387,7 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
   const auto new_groups = static_cast<int64_t>(to.buckets >> from.stripe_bits) * bucket_groups_;
   IndexGroup* const all = groups();
   std::vector<std::vector<IndexEntry>> homeless(static_cast<size_t>(count));
-  // The first stripes grow into the places where they lie, from a copy.
+  // The first stripes grow into the memory that they occupy, so they need a copy.
   std::vector<IndexGroup> copy;
   const bool overlap = first * new_groups < left * old_groups;
   if (overlap) copy.assign(all + first * old_groups, all + left * old_groups);
@@ -395,7 +395,7 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
   try {
     ParallelFor(count, [&](int64_t i) {
       const IndexGroup* const stripe = source + i * old_groups;
-      // The gap keeps what lay there before.
+      // The gap still holds old entries.
       std::memset(static_cast<void*>(all + (first + i) * new_groups), 0,
                   static_cast<size_t>(new_groups) * sizeof(IndexGroup));
       for (int64_t g = 0; g < old_groups; ++g) {
@@ -415,7 +415,7 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
   }
   const uint64_t begin =
       from.stripe_bits ? static_cast<uint64_t>(first) << (64 - from.stripe_bits) : 0;
-  const uint64_t end = not_grown_ ? grown_from_ : 0;  // 0: the end of all
+  const uint64_t end = not_grown_ ? grown_from_ : 0;  // 0: 2^64
   VisitOverflow([&](Slot, const IndexEntry& entry) {
     const uint64_t hash = Hash(entry.key);
     if (hash >= begin && (end == 0 || hash < end)) CountElsewhere(all, to, hash);
@@ -448,7 +448,7 @@ void KeyIndex::Rebuild(const IndexLayout& layout) {
   RequireAvailableMemory(BytesOf(layout), "growing an index of " + std::to_string(size_) + " keys");
   HugeBuffer buffer(BytesOf(layout));
   auto* const fresh = reinterpret_cast<IndexGroup*>(buffer.data());
-  // A present stripe becomes whole stripes, so threads do not meet.
+  // A stripe becomes several whole stripes, so threads do not write to the same ones.
   const int64_t grown_stripes = int64_t{1} << grown_.stripe_bits;
   const int64_t first_grown = not_grown_ << (grown_.stripe_bits - before_.stripe_bits);
   const int64_t stripes = size_ == 0 ? 0 : not_grown_ + grown_stripes - first_grown;

@@ -1,4 +1,5 @@
-// KeyList: distinct keys in the order in which they came, each with a mark. About 15 bytes a key.
+// KeyList: distinct keys in the order in which they were added, each with a mark. About 15 bytes a
+// key.
 //
 // Thread safety: const methods may run together; any other method needs exclusive access.
 #pragma once

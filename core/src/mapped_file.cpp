@@ -43,7 +43,7 @@ MappedFile::MappedFile(const std::string& path, int64_t bytes) {
   if (size_ == 0) return;
   void* data = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file.fd, 0);
   if (data == MAP_FAILED) Fail(path, "be mapped");
-  madvise(data, size_, MADV_RANDOM);  // lookups touch rows here and there: no read-ahead
+  madvise(data, size_, MADV_RANDOM);  // lookups touch scattered rows: no read-ahead
   data_ = static_cast<const std::byte*>(data);
 }
 

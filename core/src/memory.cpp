@@ -28,8 +28,7 @@ size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * u
   throw OutOfMemory("the system refused a mapping of " + std::to_string(bytes) + " bytes");
 }
 
-// An address range of `bytes`, aligned to huge pages when it can hold one, with no memory behind
-// it.
+// An address range of `bytes` without memory, aligned to huge pages if it can hold one.
 std::byte* ReserveAddresses(size_t bytes) {
   const size_t slack = bytes >= kHugePage ? kHugePage : 0;
   void* raw =
@@ -45,11 +44,11 @@ std::byte* ReserveAddresses(size_t bytes) {
 }
 
 void AskForHugePages(void* data, size_t bytes) {
-  // A hint: where it is refused the table is slower, not wrong.
+  // A hint: if the kernel refuses, the table is slower, not wrong.
   if (bytes >= kHugePage) (void)madvise(data, bytes, MADV_HUGEPAGE);
 }
 
-// MemAvailable of the machine, lowered to what the cgroup still allows.
+// MemAvailable of the machine, or less if the cgroup allows less.
 size_t AvailableMemory() {
   size_t available = SIZE_MAX;
   std::ifstream meminfo("/proc/meminfo");
@@ -63,7 +62,7 @@ size_t AvailableMemory() {
   size_t limit = 0, used = 0;
   std::ifstream max_file("/sys/fs/cgroup/memory.max"), now_file("/sys/fs/cgroup/memory.current");
   if (max_file >> limit && now_file >> used) {
-    // Cached files count as used, but give way.
+    // Cached files count as used, but can be reclaimed.
     size_t cached = 0, value = 0;
     std::ifstream stat_file("/sys/fs/cgroup/memory.stat");
     for (std::string name; stat_file >> name >> value;) {
@@ -114,7 +113,7 @@ void HugeBuffer::Grow(size_t bytes) {
     if (!target) target = ReserveAddresses(reserved = bytes);
     if (!target) ThrowOutOfMemory(bytes);
     if (data_ && mremap(data_, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, target) == MAP_FAILED) {
-      // Pages that the kernel keeps apart (some of them locked, say) cannot move together.
+      // Pages that the kernel treats differently (some are locked, say) cannot move together.
       if (mprotect(target, size_, PROT_READ | PROT_WRITE) != 0) {
         munmap(target, reserved);
         ThrowOutOfMemory(bytes);
@@ -133,20 +132,20 @@ void HugeBuffer::Grow(size_t bytes) {
 
 void HugeBuffer::Clear() {
   if (!data_) return;
-  // Locked pages cannot be given back.
+  // Locked pages cannot be returned.
   if (madvise(data_, size_, MADV_DONTNEED) != 0) std::memset(data_, 0, size_);
 }
 
 namespace {
 
-// Blocks of the same size class are used again, the latest first (its pages are warmest).
+// Idle blocks by size class. The latest is reused first, since its pages are warmest.
 class FreeBuffers {
  public:
   // Never destroyed: buffers held by Python objects may outlive static destruction.
   static FreeBuffers& Global() {
     static FreeBuffers* buffers = [] {
       auto* fresh = new FreeBuffers;
-      // Another thread may hold the mutex at a fork; the child would never get it.
+      // If another thread held the mutex at a fork, the child could never lock it.
       pthread_atfork([] { Global().mutex_.lock(); }, [] { Global().mutex_.unlock(); },
                      [] { Global().mutex_.unlock(); });
       return fresh;

@@ -56,7 +56,7 @@ std::atomic<int>& ThreadCount() {
 
 thread_local bool t_in_task = false;
 
-// Work is published by raising `generation_`; workers take task numbers from `next_`.
+// Raising `generation_` publishes work; workers take task numbers from `next_`.
 class Workers {
  public:
   void Run(int64_t tasks, internal::TaskFunction function, void* context, int helpers) {
@@ -66,7 +66,7 @@ class Workers {
     tasks_ = tasks;
     next_.store(0, std::memory_order_relaxed);
     running_.store(helpers, std::memory_order_relaxed);
-    // From here a late worker of the previous call may already join; what it reads is above.
+    // A late worker of the previous call may join from here on; it reads only what is set above.
     invited_.store(helpers, std::memory_order_release);
     {
       std::lock_guard lock(mutex_);
@@ -80,7 +80,7 @@ class Workers {
       running_.fetch_sub(left, std::memory_order_relaxed);
     }
     for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
-      // A helper may wait for the very core that this thread is burning.
+      // A helper may be waiting for the core that this thread spins on.
       if (spins < kSpinsBeforeSleep) {
         Pause();
       } else {
@@ -95,7 +95,7 @@ class Workers {
   std::mutex& busy() { return busy_; }
 
  private:
-  // How many helpers there are: fewer than asked for where the system starts no more threads.
+  // Returns how many helpers there are: fewer than requested if the system starts no more threads.
   int StartWorkers(int helpers) {
     while (workers_ < helpers) {
       const uint64_t seen = generation_.load(std::memory_order_relaxed);
@@ -122,7 +122,7 @@ class Workers {
         }
       }
       seen = generation_.load(std::memory_order_acquire);
-      // Fewer workers than exist may be asked for; the others go back to waiting.
+      // A call may need fewer workers than there are; the others wait again.
       if (invited_.fetch_sub(1, std::memory_order_acq_rel) <= 0) continue;
       Work();
       running_.fetch_sub(1, std::memory_order_release);

@@ -13,9 +13,9 @@ constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
 constexpr int kRounds = 10;
 
 #if defined(__x86_64__)
-// A word sits in the low half of a 64-bit lane, where vpmuludq makes the whole product; what the
-// high halves gather is ignored by the next product. Three times as fast as what GCC makes of the
-// plain loop, which shuffles the halves in every round. Integers only: it cannot differ from plain.
+// A word is in the low half of a 64-bit lane, where vpmuludq computes the whole product; the next
+// product ignores the high halves. Three times as fast as GCC's code for the plain loop, which
+// shuffles the halves in every round. Integers only, so the results cannot differ.
 __attribute__((target("avx2"))) void Philox4x32Avx2(const uint32_t key[2], const uint32_t c[4],
                                                     uint32_t out[kPhiloxWords]) {
   constexpr int kVectors = kPhiloxBlocks / 4;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kRowsPerTask = 1024, kAhead = 8;
 
-// move(where the piece lies, its place in `rows`, bytes) for every piece of every row.
+// Calls move(address of the piece, its place in `rows`, bytes) for every piece of every row.
 template <typename Byte, typename Move>
 void ForPieces(std::span<const Piece> pieces, std::span<const int64_t> slots, Byte* rows,
                bool writes, const Move& move) {

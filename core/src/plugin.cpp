@@ -53,9 +53,9 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-// A call on its way, and all that the plug-in may look at meanwhile. The plug-in holds one
-// reference until it completes, the thread that runs it another until it returns, the host a third
-// until it stops waiting, so a plug-in that is late uses memory that is still there.
+// A running call and all memory that the plug-in may use during it. The plug-in holds one reference
+// until it completes, the thread that runs it another until it returns, and the host a third until
+// it stops waiting. So a late plug-in never uses freed memory.
 struct PluginCall {
   std::mutex mutex;
   std::condition_variable changed;
@@ -143,7 +143,7 @@ std::string ErrorOf(const Function& function) {
 }  // namespace
 
 LoadedPlugin LoadPlugin(const std::string& path) {
-  // Not closed when it is refused: a library may have started threads as it was loaded.
+  // A refused library stays loaded: it may have started threads.
   void* handle = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* reason = dlerror();
@@ -186,7 +186,7 @@ PluginInstance::PluginInstance(const std::string& type, const std::string& cfg, 
     const std::lock_guard lock(libraries_mutex);
     const auto found = Libraries().find(type);
     CheckArgument(found != Libraries().end(), "type", "that of a plug-in that was loaded", type);
-    library_ = &found->second;  // nodes of a map stay where they are
+    library_ = &found->second;  // nodes of a map do not move
   }
   const std::string error = ErrorOf([&] { instance_ = library_->initialize(cfg.c_str()); });
   if (instance_ == nullptr) {
@@ -196,7 +196,7 @@ PluginInstance::PluginInstance(const std::string& type, const std::string& cfg, 
 }
 
 PluginInstance::~PluginInstance() {
-  // The plug-in still uses an instance whose call has not completed: it is left to the plug-in.
+  // If its call has not completed, the plug-in still uses the instance: leave it alone.
   if (call_ != nullptr && !call_->WaitUntil(Clock::now())) return;
   const std::string error = ErrorOf([&] { library_->finalize(instance_); });
   if (!error.empty()) {
@@ -226,7 +226,7 @@ void PluginInstance::Run(const std::shared_ptr<PluginCall>& call, const std::str
     ThrowLate(what + ": waiting for an earlier call", timeout_seconds);
   }
   call_ = call;
-  // A thread for each call: a plug-in that blocks cannot hold up its caller, and no thread has to
+  // A thread for each call: a plug-in that blocks cannot block its caller, and no thread has to
   // survive a fork.
   std::thread([call, start] {
     auto* context = new Reference(call);
@@ -234,7 +234,7 @@ void PluginInstance::Run(const std::shared_ptr<PluginCall>& call, const std::str
     if (!error.empty()) call->Fail(error);
     const std::lock_guard guard(call->mutex);
     call->returned = true;
-    // Thrown instead of completed: the context stays, since the plug-in may have kept it.
+    // It threw and did not complete: keep the context, since the plug-in may still have it.
     call->completed |= !error.empty();
     call->changed.notify_all();
   }).detach();

@@ -1,5 +1,5 @@
-// How a key is looked for. Shared by the index and by the batch probe that is compiled for each
-// instruction set; key_index.h says what the parts are.
+// How a key is searched. Shared by the index and by the batch probe, which is compiled for each
+// instruction set; key_index.h explains the parts.
 #pragma once
 
 #include <bit>
@@ -17,10 +17,10 @@ namespace embstore {
 
 inline constexpr int64_t kGroup = IndexGroup::kSlots;
 
-// Internal linkage on purpose: each instruction set gets its own copy.
+// Internal linkage on purpose: each instruction set needs its own copy.
 namespace {
 
-// Where the search for a key begins.
+// Where the search for a key starts.
 struct Anchor {
   int64_t bucket;
   uint32_t group;  // in the bucket
@@ -30,7 +30,7 @@ inline uint64_t HighProduct(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
 }
 
-// The hash as a fraction of the index: buckets and groups are in the order of the hash.
+// The hash, read as a fraction, is the position in the index: buckets and groups are in its order.
 inline Anchor AnchorOf(uint64_t hash, uint64_t buckets, uint32_t groups) {
   const unsigned __int128 at = static_cast<unsigned __int128>(hash) * buckets;
   return {static_cast<int64_t>(at >> 64),
@@ -50,7 +50,7 @@ inline Anchor HomeOf(uint64_t hash, const IndexView& index) {
                   index.bucket_groups);
 }
 
-// The second bucket: another one of the same stripe. The home bucket where there is no other.
+// The second bucket: another one of the same stripe, or the home bucket if there is no other.
 inline Anchor SecondOf(uint64_t hash, const IndexLayout& layout, uint32_t groups) {
   const uint64_t mixed = (hash ^ (hash >> 32)) * 0xd6e8feb86659fd93ULL;
   const auto home = static_cast<int64_t>(HighProduct(hash, layout.buckets));
@@ -63,8 +63,8 @@ inline Anchor SecondOf(uint64_t hash, const IndexLayout& layout, uint32_t groups
 
 // Which slot of the group has the key, or -1.
 inline int64_t FindInGroup(const IndexGroup& group, int64_t key) {
-  // Threads renew scores meanwhile. Of what the vector compares only the keys count, but the thread
-  // sanitizer cannot know.
+  // The vector load also reads a score, which other threads may be renewing. Only the keys are
+  // used, but the thread sanitizer cannot know that.
 #if defined(__AVX2__) && !defined(__SANITIZE_THREAD__)
   const __m256i keys = _mm256_load_si256(reinterpret_cast<const __m256i*>(&group));
   const __m256i equal = _mm256_cmpeq_epi64(keys, _mm256_set1_epi64x(key));
@@ -73,7 +73,7 @@ inline int64_t FindInGroup(const IndexGroup& group, int64_t key) {
   uint32_t mask = 0;
   for (int at = 0; at < kGroup; ++at) mask |= static_cast<uint32_t>(group.keys[at] == key) << at;
 #endif
-  if (key == 0) [[unlikely]] {  // as a free slot has it
+  if (key == 0) [[unlikely]] {  // free slots hold it too
     for (int at = 0; at < kGroup; ++at) {
       if (std::atomic_ref(const_cast<uint64_t&>(group.scores[at]))
               .load(std::memory_order_relaxed) == 0) {
@@ -84,7 +84,7 @@ inline int64_t FindInGroup(const IndexGroup& group, int64_t key) {
   return mask ? std::countr_zero(mask) : -1;
 }
 
-// The slot of the key in those blocks of the bucket that its anchor names, or kNoSlot.
+// The slot of the key in the blocks of the bucket that its anchor names, or kNoSlot.
 inline Slot FindInBlocks(const IndexView& index, const Anchor& anchor, uint32_t away, int64_t key) {
   const int64_t first = anchor.bucket * index.bucket_groups;
   for (uint32_t blocks = away & (IndexGroup::kElsewhere - 1); blocks; blocks &= blocks - 1) {

@@ -23,7 +23,7 @@ void AppendLength(std::string& text, char kind, int64_t length) {
   text += kEnd;
 }
 
-// Shows printable characters alone: a message has to be text.
+// Only printable characters, so that the message is text.
 [[noreturn]] void ThrowUnexpected(std::string_view bytes) {
   std::string message = "the answer should be rows but begins with: ";
   for (const char byte : bytes.substr(0, bytes.find('\r')).substr(0, 40)) {
@@ -38,7 +38,8 @@ void AppendLength(std::string& text, char kind, int64_t length) {
   throw InvalidState(message);
 }
 
-// The number of a line such as "$-1", and `bytes` moved behind it; false while it is incomplete.
+// Parses the number of a line such as "$-1" and advances `bytes` beyond it. False if the line is
+// incomplete.
 bool TakeLine(std::string_view& bytes, char kind, int64_t& number) {
   if (bytes.empty()) return false;
   if (bytes[0] != kind) ThrowUnexpected(bytes);
@@ -174,9 +175,9 @@ size_t RedisRows::Receive(std::string_view bytes) {
   const size_t all = bytes.size();
   while (!expected_.empty() && error_.empty()) {
     const Expected& expected = expected_.front();
-    if (!in_answer_) {
+    if (!in_reply_) {
       if (!TakeHeader(bytes, expected)) break;
-      in_answer_ = true;
+      in_reply_ = true;
       row_ = expected.first;
       value_ = 0;
     }
@@ -185,7 +186,7 @@ size_t RedisRows::Receive(std::string_view bytes) {
       }
       if (row_ < expected.last) break;
     }
-    in_answer_ = false;
+    in_reply_ = false;
     expected_.pop_front();
   }
   return all - bytes.size();

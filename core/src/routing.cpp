@@ -49,7 +49,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
   Route route;
   route.counts.assign(world * cells, 0);
   route.index.resize(static_cast<size_t>(n));
-  // Of unique cells: their distinct keys, and which of them an occurrence is.
+  // For unique cells: their distinct keys, and which of them each occurrence is.
   std::vector<std::vector<int64_t>> distinct(unique.empty() ? 0 : cells);
   std::vector<uint32_t> ids(unique.empty() ? 0 : static_cast<size_t>(n));
   const auto is_unique = [&](size_t cell) { return !unique.empty() && unique[cell] != 0; };
@@ -117,7 +117,7 @@ void SumRows(const float* vectors, std::span<const int64_t> index, int64_t dim, 
                             "] is: " + std::to_string(index[i]));
     }
   }
-  // Each thread owns a range of rows and passes over the whole index, so a row is summed in order.
+  // Each thread owns a range of rows and scans the whole index, so a row is summed in order.
   const int64_t parts = NumThreads();
   ParallelFor(parts, [&](int64_t part) {
     const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;

@@ -15,7 +15,7 @@
 namespace embstore {
 namespace {
 
-// Small enough that those which are being filled, one for each lock, stay within the bound.
+// Small enough that the blocks being filled, one for each lock, stay within the limit.
 int64_t RowsPerBlock(int64_t bytes_a_row, int64_t memory_bytes, int64_t shards) {
   constexpr int64_t kSmallest = int64_t{64} << 10, kLargest = int64_t{2} << 20;
   const int64_t bytes = std::clamp(memory_bytes / (4 * shards), kSmallest, kLargest);
@@ -24,7 +24,7 @@ int64_t RowsPerBlock(int64_t bytes_a_row, int64_t memory_bytes, int64_t shards) 
 
 const std::string kFile = "the temporary file for copies of rows";
 
-// A file without a name, which goes when it is closed.
+// A file without a name, which disappears when it is closed.
 int OpenTemporary() {
   const char* chosen = std::getenv("TMPDIR");
   const std::string folder = chosen && *chosen ? chosen : "/tmp";
@@ -93,7 +93,7 @@ bool SavedRows::Take(Block& block, bool full_only) {
       std::lock_guard guard(shard.mutex);
       if (shard.blocks.empty()) continue;
       if (full_only && shard.blocks.front().count_ < rows_per_block_) continue;
-      // The last block is not counted: it is full only when there is another behind it.
+      // The last block is not counted: it may not be full.
       if (shard.blocks.size() > 1 && shard.blocks.front().place_ < 0) {
         in_memory_.fetch_sub(static_cast<int64_t>(block_bytes()), std::memory_order_relaxed);
       }

@@ -1,9 +1,13 @@
-// SavedRows: copies of rows, set aside by writers until a reader takes them.
+// SavedRows: copies of rows that writers save until a reader takes them.
 //
-// They lie in blocks of 2 MiB at most. Blocks beyond a bound of memory go to a temporary file (in
-// TMPDIR, else /tmp) that has no name and ends with this object; their places are used again.
+// The copies are in blocks of 2 MiB at most. Blocks beyond a memory limit go to a temporary file
+// (in TMPDIR, else /tmp), which has no name and disappears with this object; its space is reused.
 //
 // Thread safety: all methods may be called by any thread.
+//
+// Invariants
+//  1. Every block of a shard but the last is full.
+//  2. Full blocks in memory take at most the memory limit.
 #pragma once
 
 #include <atomic>
@@ -44,7 +48,7 @@ class SavedRows {
   SavedRows& operator=(const SavedRows&) = delete;
 
   // Copies `bytes` of a row, row_bytes at most. `number` spreads threads over locks. Throws
-  // OutOfMemory, or std::system_error where the file cannot be written, and saves nothing then.
+  // OutOfMemory, or std::system_error when the file cannot be written, and then saves nothing.
   void Add(int64_t number, int64_t key, uint64_t score, uint32_t uses, const std::byte* row,
            int64_t bytes);
   // Takes a block, or with full_only one that is full; false when there is none.
@@ -68,7 +72,7 @@ class SavedRows {
   std::atomic<int64_t> in_memory_{0};  // bytes of full blocks
   std::mutex file_mutex_;
   int fd_ = -1;
-  int64_t places_ = 0;  // in the file, in use and free
+  int64_t places_ = 0;  // in the file, used and free
   std::vector<int64_t> free_places_;
 };
 

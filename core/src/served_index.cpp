@@ -53,7 +53,7 @@ ServedIndex::ServedIndex(int64_t entries, uint64_t secret)
 
 ServedIndex::ServedIndex(const ServedIndex& other, int64_t entries)
     : ServedIndex(std::max(entries, other.size()), other.secret_) {
-  if (lines_count_ <= other.lines_count_) {  // most increments: the same lines, copied as they are
+  if (lines_count_ <= other.lines_count_) {  // most increments: copy the lines as they are
     *this = ServedIndex(other.lines_count_ * (Line::kEntries - 1) - 1, other.secret_);
     std::memcpy(owned_.data(), other.lines_, other.bytes());
     size_ = other.size_;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kAhead = 12;          // keys between two steps of a lookup
 constexpr int64_t kRing = 32;           // at least 2 * kAhead + 1
-constexpr int64_t kFetchedBytes = 512;  // of a row; the hardware follows on its own
+constexpr int64_t kFetchedBytes = 512;  // of a row; the hardware prefetches the rest
 constexpr int64_t kKeysPerTask = 4096;
 constexpr int64_t kRowsPerTask = 1 << 14;
 
@@ -30,7 +30,7 @@ void EncodeInt8(const float* values, int64_t dim, int64_t row, std::byte* out) {
     throw InvalidArgument("values should be finite to become int8 but row " + std::to_string(row) +
                           " is not");
   }
-  // In double: the difference of two floats may be larger than any float.
+  // In double: the difference of two floats may overflow a float.
   const double scale = (static_cast<double>(*high) - *low) / 255.0;
   const Int8Head head{*low, static_cast<float>(scale)};
   std::memcpy(out, &head, sizeof(head));
@@ -172,8 +172,8 @@ void ServedTable::ReadMissing(int64_t key, float* out) const {
   initializer_->FillRounded(key, options_.table_dtype, {out, static_cast<size_t>(dim)});
 }
 
-// Three steps a key, each some keys behind the one before, so that memory is always on its way:
-// fetch the lines of the index, find the row and fetch it, copy it.
+// A pipeline of three steps, kAhead keys apart, so that memory loads overlap: prefetch the lines of
+// the index; find the row and prefetch it; copy it.
 void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
                             uint8_t* found) const {
   const ServedIndex::Line *home[kRing], *above[kRing];

@@ -21,7 +21,7 @@ constexpr uint64_t kMostFrequency = 31;
 constexpr int64_t kMaxSlots = int64_t{1} << 29;
 constexpr int64_t kBucket = 128;
 constexpr Slot kStretch = 1 << 18;  // slots of the index that one step of Victims reads (5.6 MB)
-constexpr double kShare = 0.125;    // of a stretch that goes at least
+constexpr double kShare = 0.125;    // of a stretch that is evicted at least
 constexpr size_t kSample = 1024;
 
 uint64_t TimeOf(uint64_t record) { return (record >> kSlotBits) & kMostTime; }
@@ -33,7 +33,7 @@ KeyIndexOptions IndexFor(const SlotMapOptions& options) {
   CheckArgument(options.min_used_freq_power >= 0 && options.min_used_freq_power <= 31,
                 "min_used_freq_power", "between 0 and 31", options.min_used_freq_power);
   KeyIndexOptions index;
-  // Room for a third more: most keys lie in their home group then.
+  // Room for a third more, so that most keys are in their home group.
   index.init_capacity = std::max(options.slots + options.slots / 3, kBucket);
   index.max_capacity = index.init_capacity;
   index.bucket_capacity = kBucket;
@@ -63,7 +63,7 @@ void SlotMap::VisitUsed(const Visit& visit) const {
   index_.VisitAll(visit);
 }
 
-// Times are kept in 27 bits: after 2^27 batches the older half of them becomes one time.
+// Times have 27 bits: after 2^27 batches, the older half of them collapses into one time.
 void SlotMap::Advance(int64_t time) {
   CheckArgument(time >= last_time_, "time", "at least " + std::to_string(last_time_), time);
   last_time_ = time;
@@ -204,7 +204,7 @@ std::span<const KeySlot> SlotMap::Victims(int64_t count, int64_t pinned_from) {
   const auto all = static_cast<Slot>(index_.slots());
   const double needed = 1.25 * static_cast<double>(count) / static_cast<double>(size());
   for (const double share : {std::clamp(needed, kShare, 1.0), 1.0}) {
-    // In a second round everything unpinned may go: the first one starts again from nothing.
+    // The second round may take everything unpinned, so it starts over.
     victims_.clear();
     victims_at_.clear();
     for (Slot seen = 0; seen < all;) {
@@ -222,7 +222,7 @@ void SlotMap::Drop() {
   constexpr size_t kAhead = 16;
   for (size_t i = 0; i < victims_at_.size(); ++i) {
     if (i + kAhead < victims_at_.size()) index_.PrefetchSlot(victims_at_[i + kAhead]);
-    // Erasing moves others of the overflow area.
+    // Erasing moves other entries of the overflow area.
     const bool aside = victims_at_[i] >= kFirstOverflowSlot;
     Free(aside ? index_.Find(victims_[i].key) : victims_at_[i]);
   }

@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 static_assert(std::endian::native == std::endian::little, "files hold little-endian numbers");
 
 constexpr const char* kSums = "CHECKSUMS";
-// Drafts, and checkpoints that were deleted or replaced but are still read by some process.
+// Drafts, and deleted or replaced checkpoints that some process still reads.
 constexpr const char* kUnnamed = ".unfinished-";
 
 std::string Folder(const std::string& path, const std::string& name) {
@@ -57,8 +57,7 @@ bool RemoveUnread(const std::string& folder) {
 
 }  // namespace
 
-// Throws InvalidState for a checkpoint that is damaged, and
-// std::system_error for one that cannot be read.
+// Throws InvalidState for a damaged checkpoint, std::system_error for one that cannot be read.
 SsdStoreImpl::CheckpointRows SsdStoreImpl::ReadCheckpoint(const std::string& name) const {
   const std::string folder = Folder(options_.path, name);
   if (!fs::is_directory(folder)) {
@@ -86,7 +85,7 @@ SsdStoreImpl::CheckpointRows SsdStoreImpl::ReadCheckpoint(const std::string& nam
     places += (bytes / layout_.block_bytes + 1) * layout_.rows_per_block;
   }
   const std::string list = read("LIST", max_list_bytes);
-  // Only checkpoints of the original have no checksums.
+  // Only OneEmbedding's checkpoints have no checksums.
   const bool has_sums = files_->format() >= 2 || fs::exists(folder + "/" + kSums);
   const std::string sums = has_sums ? "\n" + read(kSums, max_list_bytes) : std::string();
   const auto check = [&](const std::string& file, const std::string& data) {
@@ -167,9 +166,9 @@ void SsdStoreImpl::Unrefer(const std::string& name) {
   checkpoints_.erase(found);
 }
 
-// What is there when the directory is opened. Rows that a checkpoint names must not be overwritten:
-// a checkpoint that is damaged keeps every segment, one that cannot be read now (too many open
-// files, a failing disk) keeps the store from being opened.
+// Finds the checkpoints of a directory that is being opened. Rows that a checkpoint names must not
+// be overwritten: a damaged checkpoint protects every segment, and one that cannot be read now (too
+// many open files, a failing disk) is an error.
 void SsdStoreImpl::FindCheckpoints() {
   for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
     const std::string name = entry.path().filename();
@@ -226,7 +225,7 @@ void SsdStoreImpl::WriteCheckpoint(const std::string& folder,
   SyncDirectory(folder);
 }
 
-// A name that no checkpoint has, neither in memory nor in the directory.
+// A name that is unused both in memory and in the directory.
 std::string SsdStoreImpl::FreshName() const {
   for (int64_t i = 0;; ++i) {
     std::string name = kUnnamed + std::to_string(i);
@@ -255,7 +254,7 @@ void SsdStoreImpl::Publish(const std::string& name) {
     fs::create_directory(draft_folder);
     WriteCheckpoint(draft_folder, rows);
     Refer(draft, SegmentsOf(rows));
-    // One step in either case: an older checkpoint of this name is there until the new one is.
+    // Atomic in either case: the older checkpoint of this name exists until the new one does.
     const unsigned exchange = fs::exists(folder) ? RENAME_EXCHANGE : 0;
     if (renameat2(AT_FDCWD, draft_folder.c_str(), AT_FDCWD, folder.c_str(), exchange) != 0) {
       ThrowIo("renaming " + draft_folder);
@@ -270,7 +269,7 @@ void SsdStoreImpl::Publish(const std::string& name) {
   Settle("snapshot '" + name + "' of " + Describe() + " is published");
 }
 
-// The directory has exchanged two names, of which one may have been free: so do we.
+// Follows the directory, which has exchanged two names. One of them may have been free.
 void SsdStoreImpl::Exchange(const std::string& a, const std::string& b) {
   auto first = checkpoints_.extract(a), second = checkpoints_.extract(b);
   if (first && second) {
@@ -284,8 +283,8 @@ void SsdStoreImpl::Exchange(const std::string& a, const std::string& b) {
   if (second) checkpoints_.insert(std::move(second));
 }
 
-// Makes new names of checkpoints durable, then removes those that nobody can load any more. Their
-// segments stay until then: after a power failure the old names may be back.
+// Makes new names durable, then removes checkpoints that nobody can load any more. Their segments
+// stay until then: after a power failure the old names may be back.
 void SsdStoreImpl::Settle(const std::string& done) {
   try {
     SyncDirectory(options_.path + "/snapshots");
@@ -301,7 +300,7 @@ void SsdStoreImpl::Settle(const std::string& done) {
     try {
       if (RemoveUnread(Folder(options_.path, name))) Unrefer(name);
     } catch (const std::system_error&) {
-      // It is tried again next time.
+      // The next call tries again.
     }
   }
 }
@@ -320,7 +319,7 @@ void SsdStoreImpl::DeleteCheckpoint(const std::string& name) {
   Settle("snapshot '" + name + "' of " + Describe() + " is deleted");
 }
 
-// Keeps a writer from using the segments of the checkpoint again, for as long as the lock is held.
+// While the lock is held, no writer reuses the segments of the checkpoint.
 FileLock SsdStoreImpl::LockCheckpoint(const std::string& name) const {
   const std::string list = Folder(options_.path, name) + "/LIST";
   while (true) {
@@ -335,12 +334,12 @@ FileLock SsdStoreImpl::LockCheckpoint(const std::string& name) const {
         locked.st_ino == named.st_ino && locked.st_dev == named.st_dev) {
       return lock;
     }
-    // A writer has replaced or deleted it between open and lock.
+    // A writer replaced or deleted it between open and lock.
   }
 }
 
-// Reads keys and checksums of the rows of one segment into the index. Rows of the original have no
-// checksum: what is there now is taken as right, and a store that writes gives them one.
+// Reads the keys and checksums of one segment's rows into the index. OneEmbedding's rows have no
+// checksum: their present bytes count as right, and a store that writes gives them one.
 void SsdStoreImpl::LoadSegment(int64_t segment, std::span<const uint64_t> rows, bool has_checksums,
                                SsdIndex& index) const {
   const int64_t first = layout_.FirstRow(segment), chunk = layout_.ChunkOf(first);
@@ -431,7 +430,7 @@ void SsdStoreImpl::LoadCheckpoint(const std::string& name) {
     end = static_cast<size_t>(
         std::lower_bound(rows.begin() + static_cast<std::ptrdiff_t>(begin), rows.end(), next) -
         rows.begin());
-    // ReadSegment wants to know how much of it there is.
+    // ReadSegment needs the number of blocks.
     Segment& place = segments_[static_cast<size_t>(segment)];
     const auto blocks = static_cast<uint32_t>(
         (static_cast<int64_t>(rows[end - 1]) - layout_.FirstRow(segment)) / layout_.rows_per_block +

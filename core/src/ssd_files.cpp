@@ -28,7 +28,7 @@ struct Closer {
   ~Closer() { close(fd); }
 };
 
-// Never leaves half a file under its name.
+// Never leaves a partial file under its name.
 void WriteWholeFile(const std::string& path, const std::string& text) {
   const std::string draft = path + ".unfinished";
   WriteFile(draft, text.data(), text.size());
@@ -37,8 +37,8 @@ void WriteWholeFile(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-// Descriptors of locks, in a list that only grows, so that the child of a fork can walk it whatever
-// another thread of the parent was about to do.
+// Descriptors of locks. The list only grows, so that the child of a fork can walk it whatever
+// another thread of the parent was doing.
 struct FileLock::Held {
   std::atomic<int> fd{-1};  // -1: free
   Held* next = nullptr;
@@ -117,7 +117,7 @@ void WriteFile(const std::string& path, const void* data, size_t bytes) {
 }
 
 int OpenRegular(const std::string& path, int flags) {
-  // O_NONBLOCK: opening a FIFO would wait for its other end.
+  // O_NONBLOCK: without it, opening a FIFO waits for its other end.
   const int fd = open(path.c_str(), flags | O_NONBLOCK | O_CLOEXEC, 0644);
   if (fd < 0 && errno != EISDIR && errno != ENXIO) return -1;
   struct stat status;
@@ -204,7 +204,7 @@ void FileLock::Release() noexcept {
   Held* held = std::exchange(held_, nullptr);
   if (!held || process_ != getpid()) return;  // a forked child has closed it already
   const int fd = held->fd.exchange(-1);
-  flock(fd, LOCK_UN);  // for a child, too, that was forked before the lock was listed
+  flock(fd, LOCK_UN);  // also for a child that was forked before the lock was listed
   close(fd);
 }
 
@@ -254,8 +254,8 @@ SsdFiles::~SsdFiles() {
   }
 }
 
-// A new directory is marked before anything else is in it: rows can lose their checksums only
-// together with the mark, and are then refused as damaged.
+// A new directory gets its FORMAT file before anything else. If the file is lost later, rows no
+// longer match their checksums and are refused as damaged.
 void SsdFiles::CheckFormat() {
   const std::string file = path_ + "/FORMAT";
   if (writable_ && !std::filesystem::exists(path_ + "/KEY_SIZE")) {
@@ -294,7 +294,7 @@ void SsdFiles::CheckSizes(const SsdStoreOptions& options, const SsdLayout& layou
   }
 }
 
-// O_DIRECT needs aligned offsets, and some filesystems do not have it: a trial file tells.
+// O_DIRECT needs aligned offsets, and some filesystems lack it: a trial file tells.
 void SsdFiles::LearnAlignment() {
   if (!direct_) return;
   const std::string trial = path_ + "/.direct";
@@ -351,7 +351,7 @@ std::map<int64_t, int64_t> SsdFiles::ValueBytes() const {
 void SsdFiles::Sync() {
   std::vector<Chunk> chunks;
   {
-    std::lock_guard guard(mutex_);  // not for as long as the disk takes
+    std::lock_guard guard(mutex_);  // released before the slow part
     chunks = chunks_;
   }
   for (size_t chunk = 0; chunk < chunks.size(); ++chunk) {

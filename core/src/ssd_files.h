@@ -1,4 +1,4 @@
-// The files of an SSD store: names, sizes and places. See embstore/ssd_store.h.
+// The files of an SSD store: names, sizes, locks and offsets. See embstore/ssd_store.h.
 #pragma once
 
 #include <sys/types.h>
@@ -15,14 +15,14 @@
 
 namespace embstore {
 
-// What a place has beside its row and key, packed as in the file.
+// What the meta file keeps for each place, packed as in the file.
 struct [[gnu::packed]] RowMeta {
   uint64_t score;
   uint32_t checksum;
 };
 static_assert(sizeof(RowMeta) == 12);
 
-// Which row lies where. A segment is a run of blocks in one chunk.
+// Where each row is stored. A segment is a run of blocks in one chunk.
 struct SsdLayout {
   int64_t row_bytes, key_bytes;
   int64_t block_bytes;  // logical
@@ -53,12 +53,12 @@ struct SsdLayout {
 };
 
 [[noreturn]] void ThrowIo(const std::string& what);             // std::system_error with errno
-[[noreturn]] void ThrowIo(int error, const std::string& what);  // the same with another number
+[[noreturn]] void ThrowIo(int error, const std::string& what);  // the same with `error`
 void WriteWhole(int fd, const void* data, size_t bytes, int64_t offset, const std::string& path);
 void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::string& path);
 int64_t FileBytes(int fd);
-// Opens a regular file, or returns -1 and leaves errno. Throws InvalidState for anything else: a
-// FIFO would block, a device may have no end.
+// Opens a regular file; on failure returns -1 with errno set. Throws InvalidState for anything
+// else: a FIFO would block, a device may have no end.
 int OpenRegular(const std::string& path, int flags);
 // Writes a new file and fsyncs it.
 void WriteFile(const std::string& path, const void* data, size_t bytes);
@@ -67,13 +67,13 @@ std::string ReadFile(const std::string& path, int64_t max_bytes);
 void SyncDirectory(const std::string& path);
 void RequireCheckpointName(const std::string& name);
 
-// A flock, held until it is destroyed or the process ends. A flock belongs to the open file, which
-// a forked child shares; so the child closes its copy at once, or a data loader's worker that
-// outlives its parent would keep the directory locked.
+// A flock, held until the object is destroyed or the process ends. A flock belongs to the open
+// file, which a forked child shares. So the child closes its copy at once; otherwise a data
+// loader's worker that outlives its parent would keep the directory locked.
 class FileLock {
  public:
   FileLock() = default;
-  // Takes the descriptor over, also when it throws. `operation` is one of flock(2).
+  // Owns the descriptor from here on, even when it throws. `operation` is one of flock(2).
   FileLock(int fd, int operation, const std::string& path);
   ~FileLock() { Release(); }
   FileLock(FileLock&& other) noexcept { *this = std::move(other); }
@@ -93,27 +93,29 @@ class FileLock {
   pid_t process_ = 0;
 };
 
-// Open files of a directory. Thread safe. In a forked child nothing but the destructor may be
-// called, which leaves the descriptors alone: their numbers may belong to other files there.
+// The open files of a directory.
+//
+// Thread safety: every method may be called from any thread. In a forked child only the destructor
+// may be called; it leaves the descriptors alone, since their numbers may belong to other files.
 class SsdFiles {
  public:
   enum Kind { kValues, kKeys, kMeta };
 
-  // Locks the directory for the one process that may write, and checks or writes its sizes.
+  // With `create`, locks the directory for this process. Checks or writes its size files.
   SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout);
   ~SsdFiles();
   SsdFiles(const SsdFiles&) = delete;
   SsdFiles& operator=(const SsdFiles&) = delete;
 
   const std::string& path() const { return path_; }
-  // 2: rows and checkpoints of this directory have checksums. 1: those of the original have none.
+  // 2: rows and checkpoints have checksums. 1: written by OneEmbedding, which has none.
   int format() const { return format_; }
   bool direct() const { return direct_; }
   int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct
-  // Opens the file of a chunk; makes it when `create`, else -1 where there is none.
+  // Opens the file of a chunk. If there is none, creates it or, without `create`, returns -1.
   int Get(Kind kind, int64_t chunk, bool create);
   std::string NameOf(Kind kind, int64_t chunk) const;
-  // The size of each values file that is there, by chunk.
+  // The size of each values file, by chunk.
   std::map<int64_t, int64_t> ValueBytes() const;
   void Sync();
 

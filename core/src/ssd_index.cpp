@@ -37,7 +37,7 @@ void SsdIndex::Erase(int64_t key) {
   Partition& partition = partitions_[Hash(key) & 0xff];
   std::vector<Entry>& places = partition.places;
   const size_t n = places.size();
-  // Entries behind the hole move back into it unless that would put them before their home.
+  // Later entries move back into the hole unless that would put them before their home.
   auto hole = static_cast<size_t>(entry - places.data());
   for (size_t at = (hole + 1) % n; places[at].row != kNoRow; at = (at + 1) % n) {
     const size_t home = Home(Hash(places[at].key), n);

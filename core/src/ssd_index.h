@@ -1,10 +1,14 @@
-// SsdIndex: where on disk the row of a key lies, and the checksum of the row.
+// SsdIndex: the place of each key's row in the files, and the checksum of the row.
 //
 // 256 partitions by a keyed hash, each an open-addressing table with linear probing that grows by a
-// quarter when it is 85 % full. So an entry of 16 bytes costs at most 24 a key, and growing never
-// holds more than one partition twice.
+// quarter when it is 85 % full. So an entry of 16 bytes costs at most 24 a key, and growing copies
+// one partition at a time.
 //
 // Thread safety: const methods may run together; any other method needs exclusive access.
+//
+// Invariants
+//  1. A key is in the partition of its hash, at its home or after a run of used places.
+//  2. row == kNoRow  <=>  the place is free.
 #pragma once
 
 #include <array>
@@ -52,19 +56,19 @@ class SsdIndex {
     const uint64_t hash = Hash(key);
     const Partition& partition = partitions_[hash & 0xff];
     if (partition.places.empty()) return;
-    // Two lines: a search goes on to the second more often than not.
+    // Two lines: most searches reach the second.
     const auto* home =
         reinterpret_cast<const std::byte*>(&partition.places[Home(hash, partition.places.size())]);
     __builtin_prefetch(home);
     __builtin_prefetch(home + 64);
   }
 
-  // The entry of a key that is not there yet; its row is to be set by the caller.
+  // Adds a key that is not there; the caller sets the row of the returned entry.
   Entry& Insert(int64_t key);
-  // Removes a key if it is there.
+  // Removes the key if it is there.
   void Erase(int64_t key);
 
-  // A key stays in its partition.
+  // A key never changes its partition.
   static constexpr size_t kPartitions = 256;
   template <typename Visit>
   void ForEach(size_t partition, const Visit& visit) const {
@@ -90,7 +94,7 @@ class SsdIndex {
   Entry& FreePlace(Partition& partition, int64_t key) const;
   void GrowPartition(Partition& partition) const;
 
-  HashSecret secret_ = ProcessSecret();  // so that nobody can aim at one place
+  HashSecret secret_ = ProcessSecret();  // so that nobody can choose keys that collide
 
   std::array<Partition, kPartitions> partitions_;
   int64_t size_ = 0;

@@ -1,4 +1,4 @@
-// How rows of an SSD store reach the files, and how their places are used again.
+// How the rows of an SSD store reach the files, and how their places are reused.
 #include <algorithm>
 #include <cstring>
 
@@ -58,7 +58,7 @@ void SegmentWriter::Run() {
   }
 }
 
-// Waits until at most `queued` buffers are left. An earlier failure is tried again once.
+// Waits until at most `queued` buffers are left. Retries an earlier failure once.
 void SegmentWriter::WaitFor(std::unique_lock<std::mutex>& lock, size_t queued) {
   if (error_) {
     error_ = nullptr;
@@ -104,7 +104,7 @@ void SsdStoreImpl::OpenSegment() {
   if (spare_.empty()) {
     buffer = std::make_shared<SegmentBuffer>();
     buffer->values = AlignedBytes(layout_.segment_bytes());
-    // Tails of blocks reach the file as well, and must not show what was in memory before.
+    // The tails of blocks reach the file too, and must not leak old memory.
     std::memset(buffer->values.get(), 0, static_cast<size_t>(layout_.segment_bytes()));
     buffer->keys.resize(static_cast<size_t>(layout_.rows_per_segment()));
     buffer->meta.resize(static_cast<size_t>(layout_.rows_per_segment()));
@@ -138,8 +138,8 @@ void SsdStoreImpl::Seal() {
   ++sealed_;
 }
 
-// The rows are copied on several threads, as many as the open segment has room for; the index
-// follows in the order of the keys, of which there may be duplicates.
+// Copies rows on several threads, as many as the open segment has room for, then updates the index
+// in the order of the keys, which may repeat.
 void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const* rows,
                           const uint64_t* scores) {
   constexpr int64_t kRowsPerTask = 256, kRowsAhead = 4;
@@ -174,7 +174,7 @@ void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const*
   }
 }
 
-// Lets the index name a place of the open segment for the key.
+// Points the index to a place of the open segment for the key.
 void SsdStoreImpl::Name(int64_t key, int64_t place) {
   SsdIndex::Entry* entry = index_.Find(key);
   if (entry) {
@@ -194,7 +194,7 @@ void SsdStoreImpl::Release(uint32_t row) {
   if (--segment.live == 0) Retire(number);
 }
 
-// Frees a segment if nothing needs it any more.
+// Frees a segment that nothing needs any more.
 void SsdStoreImpl::Retire(int64_t number) {
   Segment& segment = segments_[static_cast<size_t>(number)];
   if (segment.state != State::kWritten || segment.live || segment.checkpoints) return;
@@ -202,7 +202,7 @@ void SsdStoreImpl::Retire(int64_t number) {
   retired_[generation_].push_back(number);
 }
 
-// What the writer has finished can be read from the files from now on.
+// From now on, what the writer has finished is read from the files.
 void SsdStoreImpl::Reap() {
   for (int64_t number : writer_->Finished()) {
     auto buffered = in_memory_.extract(number);
@@ -240,7 +240,7 @@ void SsdStoreImpl::WriteSegment(const SegmentBuffer& buffer) {
         layout_.ValueOffset(row));
 }
 
-// After this everything is in the files. The open segment goes on with a fresh block: a block that
+// Puts everything into the files. The open segment continues with a fresh block, since a block that
 // a checkpoint may name is never written again.
 void SsdStoreImpl::FlushOpen() {
   writer_->Drain();
@@ -262,10 +262,9 @@ void SsdStoreImpl::FlushOpen() {
       static_cast<uint32_t>(open_->flushed_blocks);
 }
 
-// After this everything is durable. When a disk cannot take what it was given, Linux says so once
-// and may forget the pages: a second fdatasync succeeds without them. So what was not durable
-// before is written again: the open segment from memory, others from what can still be read and
-// verified.
+// Makes everything durable. When a disk fails to write pages, Linux reports it once and may drop
+// them: a second fdatasync succeeds without them. So what was not durable before is written again:
+// the open segment from memory, others from what can still be read and verified.
 void SsdStoreImpl::SyncRows() {
   for (size_t i = 0; i < segments_.size() && sync_failed_; ++i) {
     const Segment& segment = segments_[i];
@@ -326,7 +325,7 @@ SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
   rows.values = AlignedBytes(layout_.segment_bytes());
   read(SsdFiles::kValues, rows.values.get(),
        static_cast<size_t>(segment.blocks * layout_.block_bytes), layout_.ValueOffset(row));
-  // Keys and the rest end with the last row of a segment that was closed early.
+  // The key and meta files may end early, with the last row of a segment that is not full.
   std::vector<std::byte> raw(places * static_cast<size_t>(layout_.key_bytes));
   rows.keys.resize(places);
   const auto kept = [&](SsdFiles::Kind kind, size_t width) {
@@ -352,7 +351,7 @@ SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
   std::vector<RowMeta> meta(known);
   read(SsdFiles::kMeta, meta.data(), known * sizeof(RowMeta),
        in_chunk * static_cast<int64_t>(sizeof(RowMeta)));
-  rows.scores.assign(keys, 1);  // files of the original have none
+  rows.scores.assign(keys, 1);  // OneEmbedding's files have none
   rows.checksums.assign(keys, 0);
   for (size_t i = 0; i < known; ++i) {
     if (scores_have_checksums() || meta[i].score) rows.scores[i] = meta[i].score;
@@ -389,8 +388,8 @@ std::vector<int64_t> SsdStoreImpl::PickVictims(int64_t limit) const {
   return victims;
 }
 
-// Never throws: the rows of the caller are stored, whatever happens to others. What cannot be read
-// is reported to who asks for it, and what cannot be written to the next Put.
+// Never throws: the caller's rows are stored, whatever happens to others. A Get reports what cannot
+// be read, and the next Put what cannot be written.
 void SsdStoreImpl::Compact(int64_t limit) noexcept {
   if (scanners_.load() > 0) return;
   try {
@@ -436,7 +435,7 @@ SsdStoreImpl::LiveRows SsdStoreImpl::ReadLive(int64_t number) const {
 void SsdStoreImpl::Empty(int64_t number, const LiveRows& live) {
   Append(live.keys, live.rows.data(), live.scores.data());
   moved_rows_ += static_cast<int64_t>(live.keys.size());
-  // Not live, and yet not retired by the last row that left: there was none.
+  // A segment without live rows was not retired by the last row that left it.
   if (segments_[static_cast<size_t>(number)].state == State::kWritten) Retire(number);
 }
 

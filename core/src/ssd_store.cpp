@@ -40,7 +40,7 @@ SsdStoreImpl::SsdStoreImpl(const SsdStoreOptions& options)
 }
 
 SsdStoreImpl::~SsdStoreImpl() {
-  // A child of fork has neither the thread nor the lock, and must not wait for them.
+  // A forked child has neither the thread nor the lock, and must not wait for them.
   if (getpid() != process_) (void)writer_.release();
 }
 
@@ -78,7 +78,8 @@ void SsdStoreImpl::RequireRoom(std::span<const int64_t> keys) const {
   RequireCapacity(capacity, index_.size(), std::move(fresh));
 }
 
-// Until no thread reads files without the lock. The caller has exclusive access, so none begins.
+// Waits until no thread reads files without the lock. The caller has exclusive access, so none
+// starts.
 void SsdStoreImpl::WaitForReaders() const {
   for (const auto& readers : readers_) {
     for (int64_t n; (n = readers.load()) != 0;) readers.wait(n);
@@ -91,7 +92,7 @@ int64_t SsdStoreImpl::size() const {
   return index_.size();
 }
 
-// The row where it is still in memory, else null.
+// The row if it is still in memory, else null.
 const std::byte* SsdStoreImpl::InMemory(uint32_t row, uint64_t* score) const {
   const int64_t number = layout_.SegmentOf(row);
   if (segments_[static_cast<size_t>(number)].state != State::kInMemory) return nullptr;
@@ -101,7 +102,7 @@ const std::byte* SsdStoreImpl::InMemory(uint32_t row, uint64_t* score) const {
   return buffer.values.get() + (layout_.ValueOffset(row) - layout_.ValueOffset(first));
 }
 
-// Answers what is in memory, and returns what has to be read.
+// Copies what is in memory, and returns what must be read.
 std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t> keys,
                                                         std::byte* rows, uint64_t* scores,
                                                         uint8_t* found) const {
@@ -138,7 +139,8 @@ void SsdStoreImpl::Get(std::span<const int64_t> keys, std::byte* rows, uint64_t*
   RequireUsable();
   std::vector<Wanted> wanted = FindAll(keys, rows, scores, found);
   if (wanted.empty()) return;
-  // The reads need no lock: rows do not change, and their places are kept for whoever is counted.
+  // The reads need no lock: rows never change, and their places are not reused while a reader is
+  // counted.
   std::atomic<int64_t>& readers = readers_[generation_];
   ++readers;
   struct Leave {
@@ -174,7 +176,7 @@ void SsdStoreImpl::VerifyScore(uint32_t row, uint32_t checksum, RowMeta meta) co
                      files_->NameOf(SsdFiles::kMeta, layout_.ChunkOf(row)));
 }
 
-// Past the page cache only whole sectors can be read: rows of one block share a read.
+// O_DIRECT reads whole sectors, so rows of one block share a read.
 void SsdStoreImpl::ReadDirect(std::vector<Wanted>& wanted, std::span<const int64_t> keys,
                               std::byte* rows) const {
   std::sort(wanted.begin(), wanted.end(),
@@ -205,8 +207,8 @@ void SsdStoreImpl::ReadDirect(std::vector<Wanted>& wanted, std::span<const int64
   });
 }
 
-// Through the page cache every row is a call of its own: the kernel answers most at once, so that
-// queues would only cost. The files are not mapped, as an error of the disk would then be a signal.
+// With the page cache, every row is a call of its own: the kernel answers most at once, and a queue
+// would only cost time. The files are not mapped, since a disk error would then be a signal.
 void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
                               std::byte* rows, uint64_t* scores) const {
   const auto n = static_cast<int64_t>(wanted.size());
@@ -233,7 +235,7 @@ void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const in
                   layout_.ValueOffset(row.row), from.name);
       Verify(row.row, row.checksum, keys[row.at], to);
       if (!scores) continue;
-      scores[row.at] = 1;  // files of the original have none
+      scores[row.at] = 1;  // OneEmbedding's files have none
       if (from.meta < 0) continue;
       const int64_t in_chunk = row.row % layout_.rows_per_chunk();
       RowMeta meta;
@@ -251,7 +253,7 @@ void SsdStoreImpl::ReadScores(std::span<const Wanted> wanted, uint64_t* scores) 
   for (size_t j = 0; j < wanted.size(); ++j) {
     const int64_t row = wanted[j].row;
     const int fd = files_->Get(SsdFiles::kMeta, layout_.ChunkOf(row), false);
-    if (fd < 0) {  // files of the original have none
+    if (fd < 0) {  // OneEmbedding's files have none
       meta[j].score = 1;
       continue;
     }
@@ -292,8 +294,8 @@ void SsdStoreImpl::PutScattered(std::span<const int64_t> keys, const std::byte* 
   const int64_t before = sealed_;
   Append(keys, rows, scores);
   bytes_put_ += static_cast<int64_t>(keys.size()) * layout_.row_bytes;
-  // A victim has at most half of its rows left, so two for each new segment would keep up; twice as
-  // many catch up, and no call pays for more than it has put.
+  // A victim has at most half of its rows left, so two for each new segment keep pace. Four catch
+  // up, and no call pays for more than it has put.
   constexpr int64_t kVictimsPerSegment = 4;
   if (sealed_ != before) Compact(kVictimsPerSegment * (sealed_ - before));
 }
@@ -361,7 +363,7 @@ SsdStoreStats SsdStoreImpl::stats() const {
   return stats;
 }
 
-// Segment by segment, so that files are read from front to back.
+// Segment by segment, so that files are read sequentially.
 class SsdScanner final : public StoreScanner {
  public:
   explicit SsdScanner(const SsdStoreImpl& store) : store_(store) {
@@ -409,7 +411,8 @@ class SsdScanner final : public StoreScanner {
   size_t next_ = 0;
 };
 
-// Partition by partition of the index, so that no key is missed, in the order of the files.
+// One partition of the index at a time, so that no key is missed; within it, in the order of the
+// files.
 class SsdKeyScanner final : public KeyScanner {
  public:
   explicit SsdKeyScanner(const SsdStoreImpl& store) {

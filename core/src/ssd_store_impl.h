@@ -1,5 +1,5 @@
-// The parts of an SSD store. ssd_store.cpp has rows in and out, ssd_segments.cpp how they reach the
-// files, ssd_checkpoint.cpp what survives the process.
+// The parts of an SSD store. ssd_store.cpp reads and writes rows, ssd_segments.cpp moves them to
+// the files and reuses their places, ssd_checkpoint.cpp keeps what survives the process.
 #pragma once
 
 #include <sys/types.h>
@@ -26,38 +26,38 @@
 
 namespace embstore {
 
-// A checksum covers the key too, so that a damaged key file shows.
+// The checksum covers the key too, so that a damaged key file is noticed.
 inline uint32_t RowChecksum(int64_t key, const std::byte* row, int64_t bytes) {
   return Crc32(Crc32(0, &key, sizeof(key)), row, static_cast<size_t>(bytes));
 }
 
-// A segment in memory: being filled, or on its way to the files.
+// A segment in memory: being filled, or waiting to be written.
 struct SegmentBuffer {
   struct Free {
     void operator()(std::byte* data) const { std::free(data); }
   };
   int64_t segment = 0;
-  int64_t rows = 0;            // places that are taken
-  int64_t flushed_blocks = 0;  // that are in the files already
-  int64_t synced_blocks = 0;   // that are durable too
+  int64_t rows = 0;            // places taken
+  int64_t flushed_blocks = 0;  // already in the files
+  int64_t synced_blocks = 0;   // durable as well
   std::unique_ptr<std::byte, Free> values;
   std::vector<int64_t> keys;
   std::vector<RowMeta> meta;
 };
 
-// Writes buffers in the order in which they come, on a thread of its own. A buffer that cannot be
-// written stays first in the queue until a retry succeeds, so nothing is lost by a full disk.
+// Writes buffers in order, on a thread of its own. A buffer that cannot be written stays first in
+// the queue until a retry succeeds, so a full disk loses nothing.
 class SegmentWriter {
  public:
   using Write = std::function<void(const SegmentBuffer&)>;
   explicit SegmentWriter(Write write);
-  ~SegmentWriter();  // gives up what is still queued: see Drain
+  ~SegmentWriter();  // drops what is still queued: see Drain
 
-  // Throws what writing threw, and takes nothing, while an earlier buffer cannot be written.
+  // While an earlier buffer cannot be written, throws its error and takes nothing.
   void Push(std::shared_ptr<SegmentBuffer> buffer);
-  void Drain();                     // until all is written; throws as Push does
-  void Abandon();                   // forgets what is queued
-  std::vector<int64_t> Finished();  // segments that were written since the last call
+  void Drain();                     // waits until all is written; throws as Push does
+  void Abandon();                   // drops what is queued
+  std::vector<int64_t> Finished();  // segments written since the last call
 
  private:
   void Run();
@@ -68,7 +68,7 @@ class SegmentWriter {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<SegmentBuffer>> queue_;
   std::vector<int64_t> finished_;
-  std::exception_ptr error_;  // of the first in the queue; the thread waits until it is taken
+  std::exception_ptr error_;  // of the first in the queue; the thread waits until it is cleared
   bool busy_ = false, stop_ = false;
   std::thread thread_;
 };
@@ -128,7 +128,7 @@ class SsdStoreImpl final : public SsdStore {
     uint32_t row, checksum, at;  // at: position in the batch
   };
 
-  // Before the lock is taken: in a forked child it may be held by a thread that is not there.
+  // Called before locking: in a forked child, a thread that does not exist may hold the lock.
   void RequireProcess() const;
   void RequireUsable() const;
   void RequireWritable() const;
@@ -146,7 +146,7 @@ class SsdStoreImpl final : public SsdStore {
   void Verify(uint32_t row, uint32_t checksum, int64_t key, const std::byte* data) const;
   void VerifyScore(uint32_t row, uint32_t checksum, RowMeta meta) const;
   bool scores_have_checksums() const { return files_->format() >= 2; }
-  // The checksum in the meta file from the one of the row, and back.
+  // Converts the checksum of a row to the one in the meta file, and back.
   uint32_t MetaChecksum(uint32_t checksum, uint64_t score) const {
     return scores_have_checksums() ? checksum ^ Crc32(0, &score, sizeof(score)) : checksum;
   }
@@ -199,13 +199,13 @@ class SsdStoreImpl final : public SsdStore {
   SsdIndex index_;
   std::vector<Segment> segments_;
   std::set<int64_t> free_;
-  // Segments that nothing names any more, but that a reader may still be at. Readers count
-  // themselves in the generation in which they looked their rows up; what was retired in the other
-  // one is free once it has no readers, and then the generations change places.
+  // Segments that nothing names any more, but that a reader may still be reading. Readers count
+  // themselves in the generation in which they looked up their rows. What was retired in the other
+  // generation is free once that has no readers; then the generations swap.
   std::vector<int64_t> retired_[2];
   mutable std::atomic<int64_t> readers_[2] = {0, 0};
   int generation_ = 0;
-  mutable std::atomic<int64_t> scanners_{0};  // while there are any, no row moves
+  mutable std::atomic<int64_t> scanners_{0};  // while there are any, rows do not move
   std::shared_ptr<SegmentBuffer> open_;
   int64_t sealed_ = 0;  // segments that were filled
   bool sync_failed_ = false;

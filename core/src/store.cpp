@@ -140,7 +140,7 @@ class MemoryStore final : public Store {
     try {
       Place(keys, scores);
     } catch (...) {
-      CopyRows(rows, 0, 1);  // keys that were placed must not be left with what their rows held
+      CopyRows(rows, 0, 1);  // the keys placed so far must not keep what their rows held before
       throw;
     }
     const int threads = NumThreads();
@@ -164,9 +164,9 @@ class MemoryStore final : public Store {
     rows_.Clear();
   }
 
-  // By the numbers of rows, which stay when the index grows, from behind the newest row around to
-  // it: the oldest come first where rows leave in the order of a walk. Numbers that are new are
-  // left out: a walk beside many puts would never be over.
+  // In the order of row numbers, which do not change when the index grows, starting after the
+  // newest row and wrapping around: if rows leave in the order of a walk, the oldest come first.
+  // Numbers that are taken later are skipped, or a walk beside many puts would never end.
   std::unique_ptr<StoreScanner> Scan() const override {
     struct Scanner final : StoreScanner {
       explicit Scanner(const MemoryStore& from) : store(from), walk(from.Begin()) {}
@@ -208,8 +208,7 @@ class MemoryStore final : public Store {
     for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(rows_.at(row) + byte);
   }
 
-  // visit(number of the first key, slots and rows of this and the next keys, how many) for all
-  // keys, on all threads.
+  // Calls visit(first, slots, rows, count) for blocks of keys, on several threads.
   template <typename Visit>
   void ForBlocks(std::span<const int64_t> keys, const Visit& visit) const {
     const auto n = static_cast<int64_t>(keys.size());
@@ -234,7 +233,7 @@ class MemoryStore final : public Store {
                          ScoreUpdate::kKeep, 0);
     bool moved = false;  // growing moves slots
     for (size_t i = 0; i < keys.size(); ++i) {
-      // 0 means empty in the index. No table gives it, but a user may.
+      // 0 means free in the index. No table gives it, but a user may.
       const uint64_t score = std::max<uint64_t>(scores[i], 1);
       Slot slot = places_[i];
       if (slot == kNoSlot || moved) slot = index_.Find(keys[i]);
@@ -252,7 +251,8 @@ class MemoryStore final : public Store {
     }
   }
 
-  // Copies one part of the rows, so that the last of equal keys is the last to be written.
+  // Copies the rows whose number belongs to this part. Rows of one key are in one part and in
+  // order, so the last one wins.
   void CopyRows(const std::byte* rows, int64_t part, int64_t parts) {
     const auto n = static_cast<int64_t>(numbers_.size());
     for (int64_t i = 0; i < n; ++i) {
@@ -281,7 +281,7 @@ class MemoryStore final : public Store {
   // Whether slots may have moved.
   bool MakeRoom(int64_t rows) {
     if (rows <= room_) return false;
-    room_ = rows + std::max<int64_t>(rows / 64, 1024);  // some ahead, to look at the index seldom
+    room_ = rows + std::max<int64_t>(rows / 64, 1024);  // some extra, to reserve less often
     rows_.Grow(room_);
     index_.Reserve(room_);
     return true;
@@ -316,7 +316,7 @@ class MemoryStore final : public Store {
   std::vector<int64_t> keys_;  // of each row in use
   Row newest_ = -1;
   int64_t room_ = 0;  // keys that index and rows have room for
-  // Of the running Put: slots as they were found, and rows.
+  // Of the running Put: the slots it found, and the rows.
   std::vector<Slot> places_;
   std::vector<Row> numbers_;
 };

@@ -1,7 +1,10 @@
-// Two stores as one: rows go to the upper, and on to the lower when the upper has too many.
+// Two stores as one: rows go to the upper, and move down to the lower when the upper has too many.
 //
-// Every row of the upper counts as changed, since only what was put is there: what is read from the
-// lower stays there. A row that is in both is current in the upper.
+// Invariants
+//  1. Every row of the upper was put there and may be newer than the lower's: reads do not move
+//  rows
+//     up.
+//  2. A row that is in both is current in the upper.
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -98,13 +101,13 @@ class TieredStore final : public Store {
 
   void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
     std::unique_lock guard(lock_);
-    MakeRoom(static_cast<int64_t>(keys.size()));  // first: if the lower fails, nothing was taken
+    MakeRoom(static_cast<int64_t>(keys.size()));  // first: if the lower fails, nothing has changed
     upper_->Put(keys, rows, scores);
   }
 
   void Erase(std::span<const int64_t> keys) override {
     std::unique_lock guard(lock_);
-    lower_->Erase(keys);  // first: without its upper row an old one would come back
+    lower_->Erase(keys);  // first: without the upper row, the old one below would reappear
     upper_->Erase(keys);
   }
 
@@ -132,8 +135,8 @@ class TieredStore final : public Store {
     upper_->Clear();
   }
 
-  // Rows move from the upper tier to the lower, never up. So the lower is walked over once the
-  // upper is done: a key that was missed above, since it moved, is met below.
+  // Rows move down, never up. So the walk over the lower tier starts once the upper is done: a key
+  // that moved down before the walk reached it is found below.
   std::unique_ptr<KeyScanner> ScanKeys() const override {
     struct Scanner final : KeyScanner {
       explicit Scanner(const TieredStore& from) : tiers(from), upper(from.upper_->ScanKeys()) {}
@@ -152,7 +155,7 @@ class TieredStore final : public Store {
     return std::make_unique<Scanner>(*this);
   }
 
-  // Keys that are in both tiers come twice, so those that came are remembered.
+  // ScanKeys gives keys that are in both tiers twice, so the walk remembers what it has given.
   std::unique_ptr<StoreScanner> Scan() const override {
     struct Scanner final : StoreScanner {
       explicit Scanner(const TieredStore& from) : tiers(from), keys(from.ScanKeys()) {}
@@ -196,7 +199,7 @@ class TieredStore final : public Store {
     }
   }
 
-  // Rows and scores of the keys of the block; keys that are gone are taken out of it.
+  // Fills in rows and scores of the block's keys, and drops keys that are gone.
   void GetFound(StoredRows& block) const {
     const auto bytes = static_cast<size_t>(row_bytes());
     std::vector<uint8_t> found(block.keys.size());
@@ -222,11 +225,11 @@ class TieredStore final : public Store {
     });
   }
 
-  // Moves rows down in the order in which the upper tier walks over them: older ones first.
+  // Moves rows down in the order of the upper tier's walk, which is oldest first.
   void MakeRoom(int64_t coming) {
     int64_t excess = upper_->size() + coming - upper_rows_;
     if (excess <= 0) return;
-    excess += upper_rows_ / 16;  // not again at the very next Put
+    excess += upper_rows_ / 16;  // so that the next Put need not move rows again
     std::vector<int64_t> moved;
     const auto scanner = upper_->Scan();
     StoredRows block;
@@ -236,7 +239,7 @@ class TieredStore final : public Store {
       lower_->Put(block.keys, block.rows.data(), block.scores.data());
       moved.insert(moved.end(), block.keys.begin(), block.keys.end());
     }
-    std::reverse(moved.begin(), moved.end());  // so that their places are taken in the same order
+    std::reverse(moved.begin(), moved.end());  // so that their places are reused in the same order
     upper_->Erase(moved);
   }
 

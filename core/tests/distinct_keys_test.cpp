@@ -43,7 +43,7 @@ TEST(A reset list knows no key) {
   CHECK_EQ(distinct.Find(0), int64_t{-1});
 }
 
-TEST(Sorted keys stand once each) {
+TEST(Sorting drops repeated keys) {
   std::vector<int64_t> keys = {5, -1, 5, INT64_MIN, -1, 7};
   SortDistinct(keys);
   CHECK(keys == std::vector<int64_t>({INT64_MIN, -1, 5, 7}));

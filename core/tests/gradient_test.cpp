@@ -259,7 +259,7 @@ TEST(Refused keys have no gradient) {
   for (const auto& [key, row] : rows) CHECK_EQ(row.value[1], DebugValue(key) - 0.5f);
 }
 
-TEST(Gradients by key pass missing keys by and say how many) {
+TEST(Gradients by key skip missing keys and say how many) {
   const auto table = Table::Create(SmallTable(2));
   LookUpOne(table, {1, 2, 3});
   const std::vector<int64_t> keys = {3, 9, 3, 1, 9, -5};

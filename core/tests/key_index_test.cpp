@@ -36,12 +36,12 @@ std::vector<int64_t> RandomKeys(int64_t n, uint64_t seed) {
   return keys;
 }
 
-// Keys whose hashes lie next to each other, as one who knows the seed can choose them: the inverse
-// of KeyedHash.
+// Keys with consecutive hashes, as somebody who knows the seed could choose them: the inverse of
+// KeyedHash.
 std::vector<int64_t> CraftedKeys(uint64_t seed, uint64_t first_hash, int64_t n) {
   const HashSecret secret = SecretOf(seed);
   const auto inverse = [](uint64_t odd) {
-    uint64_t x = odd;  // Newton: the number of right bits doubles
+    uint64_t x = odd;  // Newton: each step doubles the number of correct bits
     for (int i = 0; i < 6; ++i) x *= 2 - odd * x;
     return x;
   };
@@ -154,7 +154,7 @@ TEST(Every bucket capacity from 16 to 1024 holds what a map holds) {
   }
 }
 
-TEST(An index takes as many keys as its capacity, and hardly any has to go aside) {
+TEST(An index takes as many keys as its capacity, and hardly any overflow) {
   for (int64_t bucket : {64, 128, 1024}) {
     for (int64_t capacity : {bucket, 7 * bucket, 100 * bucket}) {
       KeyIndex index(
@@ -181,7 +181,7 @@ TEST(Keys that all want one group are found and cost no more memory than others)
     }
     CheckHolds(crafted, crafted_model);
     CheckHolds(plain, plain_model);
-    CHECK_EQ(plain.overflow_size(), 0);  // who does not know the seed cannot aim
+    CHECK_EQ(plain.overflow_size(), 0);  // without the seed nobody can aim
     CHECK(crafted.overflow_size() > 0 || n == 200);
     CHECK_EQ(crafted.capacity(), plain.capacity());
     CHECK(crafted.bytes() <= plain.bytes() + 100 * static_cast<size_t>(n));
@@ -207,7 +207,7 @@ TEST(Crafted keys stay while the index grows) {
   CheckHolds(index, model);
 }
 
-TEST(Growth keeps every key, follows the number of keys and does nothing at once) {
+TEST(Growth keeps every key and follows the number of keys in small steps) {
   for (int64_t bucket : {16, 48, 128}) {
     KeyIndex index({.init_capacity = 1, .max_capacity = 1 << 20, .bucket_capacity = bucket});
     Model model;
@@ -257,7 +257,7 @@ TEST(Any number of threads gives the same slots) {
   SetNumThreads(2);
 }
 
-TEST(A walk meets every key once although the index grows and keys come and go) {
+TEST(A walk visits every key once while the index grows and keys come and go) {
   KeyIndex index({.init_capacity = 1, .max_capacity = 1 << 20, .seed = 6});
   Model model;
   for (int64_t key : CraftedKeys(6, uint64_t{1} << 63, 700)) Insert(index, model, key, 1);

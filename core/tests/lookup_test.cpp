@@ -240,7 +240,7 @@ TEST(A batch never evicts its own keys) {
   CHECK_EQ(table->stats().evictions, 28);
 }
 
-TEST(Offsets that make no sense are named and nothing is inserted) {
+TEST(Illegal offsets are named and nothing is inserted) {
   const auto table = Table::Create(SmallTable(1));
   Batch batch{{1, 2, 3}, {}, {}};
   std::vector<float> out(9);

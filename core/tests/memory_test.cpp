@@ -72,13 +72,13 @@ TEST(A cleared buffer is zero at the same size) {
 
 TEST(A cleared buffer is zero also where its pages are locked) {
   HugeBuffer buffer(8192);
-  if (mlock(buffer.data(), buffer.size()) != 0) return;  // the system locks nothing for us
+  if (mlock(buffer.data(), buffer.size()) != 0) return;  // not permitted to lock memory
   std::memset(buffer.data(), 0xab, buffer.size());
   buffer.Clear();
   CHECK(AllZero(buffer.data(), buffer.size()));
 }
 
-TEST(A moved buffer takes its memory along) {
+TEST(Moving a buffer moves its memory) {
   HugeBuffer from(5000);
   from.data()[7] = std::byte{3};
   HugeBuffer to(std::move(from));
@@ -144,7 +144,7 @@ TEST(More memory than the machine has is refused with its purpose) {
   RequireAvailableMemory(1, "a byte");
 }
 
-TEST(The pool gives a returned block to the next that asks for its size) {
+TEST(A dropped buffer is reused by the next one of its size) {
   void* first = nullptr;
   {
     RecycledBuffer buffer(100000);
@@ -161,7 +161,7 @@ TEST(The pool gives a returned block to the next that asks for its size) {
   CHECK(other.data() != first);
 }
 
-TEST(Every size from the pool can be written to its end) {
+TEST(A recycled buffer of any size can be written to its end) {
   for (size_t bytes = 0; bytes < 5 * kMiB; bytes = bytes * 3 / 2 + 1) {
     RecycledBuffer buffer(bytes);
     CHECK(buffer.size() >= bytes);
@@ -172,7 +172,7 @@ TEST(Every size from the pool can be written to its end) {
   }
 }
 
-TEST(The pool keeps no more idle bytes than it says) {
+TEST(Idle buffers stay within their limit) {
   {
     std::vector<RecycledBuffer> buffers;
     for (int i = 0; i < 40; ++i) buffers.emplace_back(16 * kMiB);
@@ -180,7 +180,7 @@ TEST(The pool keeps no more idle bytes than it says) {
   CHECK(IdleBufferBytes() <= kMaxIdleBufferBytes);
 }
 
-TEST(A block that cannot be had leaves the pool usable) {
+TEST(After a failed allocation buffers can be made again) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   CHECK_THROWS(OutOfMemory, "bytes", RecycledBuffer(size_t{1} << 55));
 #endif
@@ -188,7 +188,7 @@ TEST(A block that cannot be had leaves the pool usable) {
   std::memset(buffer.data(), 0, 1000);
 }
 
-TEST(Threads take and give blocks together) {
+TEST(Threads make and drop buffers at the same time) {
   std::vector<std::thread> threads;
   std::atomic<int> clashes{0};
   for (int t = 0; t < 4; ++t) {
@@ -204,8 +204,8 @@ TEST(Threads take and give blocks together) {
   CHECK_EQ(clashes.load(), 0);
 }
 
-// A thread of the parent may hold the pool's mutex at the moment of the fork.
-TEST(A forked child uses the pool while threads of its parent do) {
+// A thread of the parent may hold the mutex of the idle buffers at the moment of the fork.
+TEST(A forked child makes buffers while threads of its parent do) {
   std::atomic<bool> stop{false};
   std::thread busy([&] {
     while (!stop) RecycledBuffer buffer(4096);

@@ -275,7 +275,7 @@ TEST(Clipping by norm survives squares that overflow float32) {
   }
 }
 
-TEST(A Ftrl row that has only met zeros stays finite) {
+TEST(A Ftrl row that has only seen zeros stays finite) {
   const Sample sample{"", {OptimizerKind::kFtrl}, {.learning_rate = 0.1}};
   for (const Kernels* kernels : AvailableKernels()) {
     std::vector<float> row(27, 0.0f), g(9, 0.0f), scratch(9);
@@ -318,7 +318,7 @@ TEST(Names and kinds map to each other) {
   CHECK_THROWS(InvalidArgument, "but is: 99", Name(static_cast<OptimizerKind>(99)));
 }
 
-TEST(States say what lies behind the embedding) {
+TEST(States list what follows the embedding) {
   const std::vector<StateSpec> adam = States({OptimizerKind::kAdam}, 7);
   CHECK_EQ(adam.size(), 2u);
   CHECK_EQ(adam[0].name, "exp_avg");

@@ -114,7 +114,7 @@ TEST(One of the exceptions arrives after all tasks have ended) {
       CHECK_THROWS(std::runtime_error, "task of three", fail());
       CHECK_EQ(ended.load(), 97);
     }
-    for (int runs : Runs(7)) CHECK_EQ(runs, 1);  // the pool works on
+    for (int runs : Runs(7)) CHECK_EQ(runs, 1);  // the workers keep working
   }
 }
 
@@ -162,7 +162,7 @@ TEST(A forked child has threads of its own) {
   SetNumThreads(4);
   for (int runs : Runs(97)) CHECK_EQ(runs, 1);
   std::atomic<bool> stop{false};
-  std::thread busy([&] {  // the pool may be in use at the moment of the fork
+  std::thread busy([&] {  // the workers may be busy at the moment of the fork
     while (!stop) ParallelFor(8, [](int64_t) {});
   });
   for (int round = 0; round < 10; ++round) {
@@ -213,7 +213,7 @@ TEST(Where no thread can be started the caller does the work alone) {
 }
 #endif
 
-TEST(A number of threads that makes no sense is named) {
+TEST(An illegal number of threads is named) {
   SetNumThreads(2);
   CHECK_THROWS(InvalidArgument, "but is: 0", SetNumThreads(0));
   CHECK_THROWS(InvalidArgument, "but is: -3", SetNumThreads(-3));

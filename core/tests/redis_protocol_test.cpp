@@ -76,7 +76,7 @@ TEST(Commands are written as Redis reads them) {
            "*3\r\n$4\r\nMGET\r\n$5\r\nh_7_a\r\n$5\r\nh_7_b\r\n");
 }
 
-TEST(An answer may be cut at any byte) {
+TEST(A reply may be split at any byte) {
   for (const bool packed : {true, false}) {
     const std::string answer = Answer(packed);
     for (size_t cut = 0; cut <= answer.size(); ++cut) {
@@ -91,7 +91,7 @@ TEST(An answer may be cut at any byte) {
   }
 }
 
-TEST(A buffer of the longest value is enough for any stream of answers) {
+TEST(A buffer of the longest value is enough for any stream of replies) {
   for (const bool packed : {true, false}) {
     const std::string stream = Answer(packed) + "+OK\r\n" + Answer(packed) + "+OK\r\n";
     for (const size_t step : {size_t{1}, size_t{2}, size_t{3}, size_t{7}, stream.size()}) {
@@ -117,7 +117,7 @@ TEST(A buffer of the longest value is enough for any stream of answers) {
   }
 }
 
-TEST(Bytes behind the last answer are left alone) {
+TEST(Bytes after the last reply are left alone) {
   Rows rows(true);
   rows.codec.Mget(0, 3);
   CHECK_EQ(rows.codec.Receive(kPackedAnswer + "+OK\r\n"), kPackedAnswer.size());
@@ -139,7 +139,7 @@ TEST(An id is found when all of its values are) {
   }
 }
 
-TEST(An answer with another number of values is refused) {
+TEST(A reply with the wrong number of values is refused) {
   for (const char* count : {"2", "4", "0", "-1", "9223372036854775807"}) {
     Rows rows(true);
     rows.codec.Mget(0, 3);
@@ -149,7 +149,7 @@ TEST(An answer with another number of values is refused) {
   }
 }
 
-TEST(A value of another length is refused by its name and nothing of it is written) {
+TEST(A value of the wrong length is refused by its name and nothing of it is written) {
   for (const char* length : {"5", "7", "0", "-2", "9223372036854775807", "-9223372036854775808"}) {
     Rows rows(true);
     rows.codec.Mget(0, 3);
@@ -160,7 +160,7 @@ TEST(A value of another length is refused by its name and nothing of it is writt
   }
 }
 
-TEST(What is no answer to a command is refused) {
+TEST(Anything but a reply to a command is refused) {
   struct Case {
     bool is_read;
     const char* bytes;
@@ -195,14 +195,14 @@ TEST(What is no answer to a command is refused) {
   }
 }
 
-TEST(A refusal shows no bytes that a message cannot hold) {
+TEST(An error message shows printable characters only) {
   Rows rows(true);
   rows.codec.Mset(0, 3);
   CHECK_THROWS(InvalidState, "begins with: \\xff?\\x00",
                rows.codec.Receive(std::string("\xff?\0\r\n", 5)));
 }
 
-TEST(The text of an error is kept and nothing behind it is taken) {
+TEST(The text of an error is kept and nothing after it is taken) {
   const std::string error = "-OOM command not allowed when used memory > 'maxmemory'.\r\n";
   for (const bool is_read : {true, false}) {
     for (size_t cut = 0; cut <= error.size(); ++cut) {

@@ -26,7 +26,7 @@ TEST(Rows come in order, and free ones come first) {
   CHECK_EQ(heap.Next(0), 11);
 }
 
-TEST(Growing keeps bytes, clearing gives them back) {
+TEST(Growing keeps bytes, clearing returns memory) {
   RowHeap heap(64, 1000);
   heap.Require(1000, "a test");
   heap.Take(1000);

@@ -124,7 +124,7 @@ TEST(A saved index answers as the one that was built and refuses other keys and 
   std::remove(path.c_str());
 }
 
-TEST(A key that comes twice is refused) {
+TEST(A duplicate key is refused) {
   const auto rows = std::make_shared<Rows>(RowsOf({1, 2, 1}, 0));
   CHECK_THROWS(InvalidArgument, "twice", ServedTable(Options(), {Part(rows)}, "", 0));
 }
@@ -163,7 +163,7 @@ TEST(Rows of int8 differ by at most half a step of their scale) {
   CHECK_THROWS(InvalidArgument, "finite", EncodeServedRows(wrong, 1, 2, ServedDType::kInt8, out));
 }
 
-TEST(A file that is no regular file or of another size is refused) {
+TEST(A file that is not regular or has the wrong size is refused) {
   CHECK_THROWS(InvalidArgument, "regular file", MappedFile("/dev/zero", -1));
   CHECK_THROWS(InvalidArgument, "regular file", MappedFile("/tmp", -1));
   const std::string path = "/tmp/embstore_mapped_" + std::to_string(getpid());

@@ -1,5 +1,5 @@
-// An SSD store whose disk fails. The program has the functions of the C library that the store
-// writes through, so that a test can make any of them fail.
+// An SSD store on a failing disk. The program overrides the functions of the C library that the
+// store writes through, so that a test can make any of them fail.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -37,7 +37,7 @@ std::string PathOf(int fd) {
   return std::string(path, length < 0 ? 0 : static_cast<size_t>(length));
 }
 
-// The error that the call is to fail with, or 0.
+// The error that the call should fail with, or 0.
 int Failure(const char* call, const std::string& path) {
   std::lock_guard guard(mutex);
   for (Fault& fault : faults) {
@@ -71,7 +71,7 @@ void Fail(const Fault& fault) {
   faults.push_back(fault);
 }
 
-// Whether every fault has happened; there are none afterwards.
+// Whether every fault has happened. Removes the rest.
 bool AllHappened() {
   std::lock_guard guard(mutex);
   bool all = true;
@@ -180,7 +180,7 @@ TEST(A checkpoint whose files cannot be read once keeps its rows) {
       PutAll(*store, Range(0, 3000), 2, later);
       store->SaveCheckpoint("later");
       CheckCheckpoint(directory, 1000, "kept", kept);
-      // Not to be read now changes nothing either.
+      // A checkpoint that cannot be read for the moment changes nothing either.
       Fail(fault);
       CHECK_THROWS(std::system_error, "/kept/", store->LoadCheckpoint("kept"));
       CHECK(AllHappened());
@@ -366,7 +366,7 @@ TEST(A put moves no more rows than a few times its own) {
   CheckHolds(*store, oracle);
 }
 
-TEST(Close waits for readers and who comes later hears that it is closed) {
+TEST(Close waits for readers and later calls throw) {
   for (bool direct : {true, false}) {
     for (int round = 0; round < 5; ++round) {
       const TemporaryDirectory directory;

@@ -51,7 +51,7 @@ TEST(An SSD store holds what a map holds) {
   }
 }
 
-TEST(Compaction takes space back and loses no row) {
+TEST(Compaction reclaims space and loses no row) {
   const TemporaryDirectory directory;
   const auto store = SsdStore::Open(Options(directory, 4096));
   Oracle oracle;
@@ -115,7 +115,7 @@ TEST(A damaged block is reported with its rows and the others can be read) {
   }
 }
 
-TEST(A file that was cut short is an error and not a signal) {
+TEST(A truncated file is an error and not a signal) {
   for (bool direct : {true, false}) {
     const TemporaryDirectory directory;
     const auto store = SsdStore::Open(Options(directory, 128, direct));
@@ -165,7 +165,8 @@ TEST(A capacity is kept and keys of 4 bytes have to fit) {
 }
 
 TEST(Keys that are crafted against the public hash cost no more than others) {
-  // Their HashKey ends and begins alike. With it as its hash the index took a minute for these.
+  // The first and last bits of their HashKey are equal: an index that uses it takes a minute for
+  // them.
   const auto inverse = [](uint64_t odd) {
     uint64_t x = odd;
     for (int i = 0; i < 6; ++i) x *= 2 - odd * x;

@@ -177,7 +177,7 @@ TEST(Clearing and loading leave a snapshot as it is) {
   table->CheckInvariants();
 }
 
-TEST(Copies beyond the bound of memory lie in a file) {
+TEST(Copies beyond the memory limit go to a file) {
   const auto table = Table::Create(CacheOver(MakeMemoryStore(RowBytes(), 0)));
   constexpr int64_t kRows = 20'000;
   Fill(*table, kRows);
@@ -255,12 +255,12 @@ TEST(A store that fails or loses rows fails the snapshot and not the training) {
     store->fails = true;
     CHECK_THROWS(InvalidState, "get failed", read(snapshot));
     store->fails = false;
-    CHECK_THROWS(InvalidState, "get failed", read(snapshot));  // it does not give half of its rows
+    CHECK_THROWS(InvalidState, "get failed", read(snapshot));  // it never gives half of its rows
   }
   {
     Snapshot snapshot(table);
     store->fails = true;
-    Set(*table, {3, 5}, 7.0f, true);  // needs no row of the store but for the snapshot
+    Set(*table, {3, 5}, 7.0f, true);  // only the snapshot needs the old row
     store->fails = false;
     CHECK_THROWS(InvalidState, "get failed", read(snapshot));
   }
@@ -273,7 +273,7 @@ TEST(A store that fails or loses rows fails the snapshot and not the training) {
   CHECK_THROWS(InvalidState, "has lost key " + std::to_string(below), read(snapshot));
 }
 
-TEST(A fork that waits in vain leaves the parent whole and an error in the child) {
+TEST(A fork that gives up waiting leaves the parent working and an error in the child) {
   const auto store = std::make_shared<Unreliable>(MakeMemoryStore(RowBytes(), 0));
   const auto table = Table::Create(CacheOver(store)), idle = Table::Create(SmallTable(kDim));
   Fill(*table, 300);
@@ -339,7 +339,7 @@ TEST(Changes over a store are rows above and below and keys that are in neither)
   CHECK_EQ(follow().removed.size(), size_t{1050});
 }
 
-TEST(A new optimizer tells snapshots and changes and reaches the store) {
+TEST(A new optimizer reaches snapshots and changes and the store) {
   OptimizerOptions options;
   options.kind = OptimizerKind::kAdagrad;
   const auto store = MakeMemoryStore(StoredRowBytes(kDim, DType::kFloat32, options), 0);
@@ -361,7 +361,7 @@ TEST(A new optimizer tells snapshots and changes and reaches the store) {
 }
 
 // Keys that nobody touches come exactly once, or at least once where keys alone are asked for.
-TEST(Scans meet every row that stays while others come and go) {
+TEST(Scans visit every row that stays while others come and go) {
   for (const MakeStore& make : Stores()) {
     const TemporaryDirectory directory;
     const auto store = make(directory.path);
@@ -393,7 +393,7 @@ TEST(Scans meet every row that stays while others come and go) {
       }
       for (int64_t key : some) ++key_times[key];
       more = !block.keys.empty() || !some.empty();
-      CHECK(version < 5500);  // it ends, though there are more rows by the time
+      CHECK(version < 5500);  // the walk ends although rows keep coming
       if (version == 5500) break;
     }
     for (const auto& [key, score] : stays) {

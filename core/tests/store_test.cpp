@@ -43,7 +43,7 @@ TEST(A null store forgets) {
   CheckHolds(*store, {});
 }
 
-TEST(Two tiers hold what a map holds and the upper keeps its bound) {
+TEST(Two tiers hold what a map holds and the upper stays within its limit) {
   for (int64_t upper_rows : {1, 50, 300, 5000}) {
     const auto upper = MakeMemoryStore(24, 0), lower = MakeMemoryStore(24, 0);
     const auto tiers = MakeTieredStore(upper, lower, upper_rows);
@@ -116,7 +116,7 @@ TEST(Wrong tiers are refused and a store serves one) {
     const auto tiers = MakeTieredStore(store, MakeMemoryStore(8, 0), 1);
     CHECK_THROWS(InvalidState, "attached", MakeTieredStore(MakeMemoryStore(8, 0), store, 1));
   }
-  MakeTieredStore(MakeMemoryStore(8, 0), store, 1);  // given free again
+  MakeTieredStore(MakeMemoryStore(8, 0), store, 1);  // it is detached again
   CHECK_THROWS(InvalidArgument, "row_bytes", MakeMemoryStore(0, 0));
   CHECK_THROWS(InvalidArgument, "capacity_rows", MakeMemoryStore(8, -1));
   CHECK_THROWS(InvalidState, "keeps no snapshots", store->SaveCheckpoint("s"));

@@ -64,7 +64,7 @@ TEST(A missing key reads zeros and score zero) {
   CHECK(found == (std::vector<uint8_t>{1, 0, 1}));
 }
 
-TEST(Of duplicates the last assignment counts) {
+TEST(The last assignment of a duplicate key wins) {
   for (int threads : {1, 4}) {
     SetNumThreads(threads);
     const auto table = Table::Create(SmallTable(1, 65536));
@@ -411,7 +411,7 @@ TEST(Bad arguments are named and change nothing) {
   CHECK(AllRows(*table) == before);
 }
 
-TEST(Memory that cannot be had leaves the table as it was) {
+TEST(A failed allocation leaves the table as it was) {
   TableOptions options = SmallTable(65536, 1'600'000'000);
   options.optimizer.kind = OptimizerKind::kAdam;
   const auto table = Table::Create(options);
@@ -422,7 +422,7 @@ TEST(Memory that cannot be had leaves the table as it was) {
   LookUpOne(table, {4});
   CHECK_EQ(table->size(), 4);
 
-  for (int64_t bucket : {16, 128}) {  // the digests of small buckets have padding
+  for (int64_t bucket : {16, 128}) {
     options.index.bucket_capacity = bucket;
     options.index.init_capacity = options.index.max_capacity;
     CHECK_THROWS(OutOfMemory, "rows", Table::Create(options));

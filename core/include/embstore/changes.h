@@ -1,7 +1,11 @@
 // ChangeSet: which rows of a table changed, and which keys left it, since it was last taken.
 //
-// Thread safety: Mark may be called by several threads; the rest needs exclusive access. The table
-// guards it.
+// Thread safety: the table's lock guards it. Several threads may Mark; the rest needs exclusive
+// access.
+//
+// Invariants
+//  1. A row is marked if it changed, or was inserted, since the set was taken.
+//  2. removed() holds every key that left the table since then.
 #pragma once
 
 #include <atomic>
@@ -24,8 +28,8 @@ class ChangeSet {
   void Grow(int64_t rows) { marks_.Grow(static_cast<size_t>(rows)); }
   void UnmarkAll() { marks_.Clear(); }
 
-  // Keys that were evicted or erased; some may have come back since. Kept distinct from time to
-  // time, so that it is bounded by twice the number of different keys.
+  // Keys that were evicted or erased; some may be back. Repetitions are dropped now and then, so
+  // the list stays below twice the number of distinct keys.
   void Remove(int64_t key);
   std::vector<int64_t>& removed() { return removed_; }
 

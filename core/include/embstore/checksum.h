@@ -1,4 +1,6 @@
-// CRC-32 of files: the one of zlib, gzip and PNG, so that any tool can check a dump.
+// CRC-32 as in zlib, gzip and PNG, so that any tool can check a dump.
+//
+// Thread safety: pure functions of their arguments.
 #pragma once
 
 #include <cstddef>
@@ -6,10 +8,10 @@
 
 namespace embstore {
 
-// The checksum of what `crc` stands for followed by these bytes; crc == 0 stands for nothing.
+// Continues the checksum `crc` over these bytes. crc == 0 starts a new one.
 uint32_t Crc32(uint32_t crc, const void* data, size_t bytes);
 
-// The checksum of a || b from those of a and b. Parts of a file may thus be summed apart.
+// The checksum of a || b from those of a and b, so that parts of a file can be summed in parallel.
 uint32_t Crc32Combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_of_b);
 
 }  // namespace embstore

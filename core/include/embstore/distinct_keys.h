@@ -1,4 +1,4 @@
-// DistinctKeys numbers different keys from 0, in the order in which they first come.
+// DistinctKeys numbers distinct keys from 0, in the order of their first occurrence.
 //
 //     Add       7  -1   7  12
 //     number    0   1   0   2          keys()  7  -1  12
@@ -31,14 +31,13 @@ class DistinctKeys {
   // `secret` keys the hash, so that nobody can choose keys that collide.
   explicit DistinctKeys(const HashSecret& secret = ProcessSecret()) : secret_(secret) {}
 
-  // Forgets all keys and makes room for so many.
+  // Forgets all keys and makes room for `expected` of them.
   void Reset(size_t expected) {
     keys_.clear();
     places_.assign(std::bit_ceil(std::max<size_t>(2 * expected, 16)), 0);
   }
 
-  // The number of the key, which is added if it is not there. Throws InvalidState beyond 2^32 - 2
-  // keys.
+  // The number of the key, which is added if it is new. Throws InvalidState beyond 2^32 - 2 keys.
   Added Add(int64_t key) { return Add(key, KeyedHash(key, secret_)); }
   // REQUIRES: hash == KeyedHash(key, secret). For callers that need the hash anyway.
   Added Add(int64_t key, uint64_t hash) {

@@ -1,16 +1,18 @@
-// Tables and stores across fork(): the child must find them whole and unlocked.
+// ForkGuard: tables and stores survive fork(); the child finds them consistent and unlocked.
 //
-// Threads do not survive a fork, but what they held stays locked in the child. So a fork
-// waits until no thread works on a table or inside a store, and the child starts with locks of its
-// own. It waits in two places:
+// Threads do not survive a fork, but the locks they held stay locked in the child. So a fork waits
+// until no thread works on a table or inside a store, and the child starts with fresh locks. It
+// waits in two places:
 //
-//     Prepare    called before a fork that is announced (os.register_at_fork), without the GIL: a
-//                store written in Python needs it to get done
-//     atfork     every fork, from C too, perhaps with the GIL held: what Prepare has not locked is
-//                tried for two seconds
+//     Prepare    called before a fork that Python announces (os.register_at_fork), without the GIL,
+//                which a store written in Python needs to finish
+//     atfork     called by every fork, from C too, perhaps with the GIL held: waits two seconds for
+//                what Prepare has not locked
 //
-// A table that is in use for longer than that throws InvalidState in the child, and works on in the
+// A table that is busy for longer throws InvalidState in the child, and keeps working in the
 // parent.
+//
+// Thread safety: every method may be called from any thread; one fork runs at a time.
 #pragma once
 
 #include <memory>
@@ -39,8 +41,8 @@ class ForkGuard {
   static void UnlockAll();
 };
 
-// The lock of a store, which a fork waits for. Stores are locked from the latest to the first: a
-// store that uses another is made after it.
+// The lock of a store, which a fork waits for. The newest store is locked first, since a store that
+// uses another is made after it.
 class StoreLock {
  public:
   StoreLock() : lock_(std::make_shared<RwLock>()) { ForkGuard::Add(lock_); }
@@ -51,7 +53,7 @@ class StoreLock {
   void unlock_shared() { lock_->unlock_shared(); }
 
  private:
-  std::shared_ptr<RwLock> lock_;  // kept by a fork that waits for it
+  std::shared_ptr<RwLock> lock_;  // shared with a fork that waits for it
 };
 
 }  // namespace embstore

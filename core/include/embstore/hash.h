@@ -1,7 +1,9 @@
 // Hashing of keys, and the one function that says which rank owns a key.
 //
 // HashKey is public and the same everywhere: it decides ownership and ties. KeyedHash decides where
-// a key lies in memory.
+// a key is stored in memory.
+//
+// Thread safety: pure functions of their arguments.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +29,7 @@ struct HashSecret {
 };
 HashSecret SecretOf(uint64_t seed);
 
-// A bijection that nobody can aim at who does not know the seed: where keys are placed.
+// A bijection. Without the seed nobody can choose keys that collide.
 inline uint64_t KeyedHash(int64_t key, const HashSecret& secret) {
   uint64_t h = static_cast<uint64_t>(key) ^ secret.mask;
   h ^= h >> 32;
@@ -38,7 +40,7 @@ inline uint64_t KeyedHash(int64_t key, const HashSecret& secret) {
   return h;
 }
 
-// A secret that differs from process to process: for places whose order nobody outside ever sees.
+// A secret that differs from process to process, for tables whose order is never visible outside.
 const HashSecret& ProcessSecret();
 
 enum class Ownership : uint8_t {

@@ -1,7 +1,7 @@
 // Initial values of rows: a pure function of (seed, table, key, column).
 //
-// A counter-based generator (Philox4x32-10) is keyed by the seed and the table, and counts over
-// (key, column / 4). So a row does not depend on when, by which thread or on which rank it is made.
+// A counter-based generator (Philox4x32-10) is keyed by the seed and the table, and its counter is
+// (key, column / 4). So a row does not depend on when, on which thread or on which rank it is made.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +48,8 @@ class Initializer {
  private:
   InitializerOptions options_;
   uint32_t philox_key_[2];
-  // Of the truncated normal. An interval above the mean is mirrored below it, where the CDF is
-  // small and keeps its digits; `sign_` mirrors the result back.
+  // Truncated normal. An interval above the mean is mirrored below it, where the CDF is small and
+  // keeps its digits; `sign_` mirrors the result back.
   double cdf_lower_ = 0.0, cdf_upper_ = 1.0, sign_ = 1.0;
 };
 

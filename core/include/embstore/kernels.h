@@ -1,8 +1,13 @@
-// The hot loops. Each is compiled for plain C++, AVX2 and AVX-512 and picked once at start.
+// Kernels: the hot loops. Each is compiled for plain C++, AVX2 and AVX-512; the set to use is
+// chosen once, at the first call.
 //
-// Thread safety: pure functions of their arguments; callers give disjoint outputs or slots.
-// Sums are taken in a fixed order that does not depend on the instruction set, and no
-// multiplication is fused with an addition, so every build gives the same bits.
+// Thread safety: pure functions of their arguments. Concurrent calls must write different outputs
+// and rows.
+//
+// Invariants
+//  1. Every build computes the same bits: sums have a fixed order, the same for every instruction
+//     set, and a multiplication is never fused with an addition.
+//  2. Rows and outputs outside of the arguments are never written.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +22,8 @@ namespace embstore {
 struct IndexView;                  // index_view.h
 enum class ScoreUpdate : uint8_t;  // score_clock.h
 
-// Rows in memory: row s is at base + s * stride_bytes; state (float32) begins at
-// state_offset_bytes.
+// Rows in memory: row s starts at base + s * stride_bytes, its state (float32) state_offset_bytes
+// further on.
 struct RowsView {
   std::byte* base = nullptr;
   int64_t stride_bytes = 0;
@@ -27,10 +32,10 @@ struct RowsView {
   int64_t state_offset_bytes = 0;
 };
 
-// Vectors of the batch: for occurrence i (or bag g) of the caller.
-//   bag_of == nullptr: vector i lies at base + i * stride (elements)
-//   else: g = bag_of[i]; vector at base + (positions ? positions[g] : g * stride)
-// scale: one factor for each occurrence (weights and 1/length of a mean), or nullptr for 1.
+// The vectors of a batch, one for each occurrence i or bag g. Offsets count elements.
+//   bag_of == nullptr: vector i is at base + i * stride
+//   else, with g = bag_of[i]: the vector is at base + (positions ? positions[g] : g * stride)
+// scale: a factor for each occurrence (its weight, over the length of a mean), or nullptr for 1.
 struct VectorsView {
   void* base = nullptr;
   DType dtype = DType::kFloat32;
@@ -52,7 +57,7 @@ struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"
 
   // slots[i] and rows[i] = slot and row of keys[i], or kNoSlot and kMissingRow. Renews the scores
-  // of those that are there. slots may be null.
+  // of the keys it finds. slots may be null.
   void (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
                ScoreUpdate update, uint64_t score);
 
@@ -61,15 +66,15 @@ struct Kernels {
                  DType out_dtype, int64_t out_stride);
 
   // Bags [bag_begin, bag_end): out(bag) = sum over i in [offsets[bag], offsets[bag + 1]) of
-  // scale_i * row(numbers[i]), accumulated in float32 in order. scale_i = weights[i] (or 1), over
-  // the length of the bag for a mean. Empty bags are zeros. out(bag) lies at base + (positions ?
-  // positions[bag] : bag * stride); bag_of and scale are unused.
+  // scale_i * row(numbers[i]), accumulated in float32, in order. scale_i = weights[i] (or 1),
+  // divided by the length of the bag for a mean. Empty bags are zeros. out(bag) is at base +
+  // (positions ? positions[bag] : bag * stride); bag_of and scale are unused.
   void (*pool)(const RowsView& rows, const Row* numbers, const float* extra, const int64_t* offsets,
                const float* weights, bool mean, int64_t bag_begin, int64_t bag_end,
                const VectorsView& out);
 
   // Segment sum and fused optimizer. `sorted` holds whole groups of equal rows; the gradients of a
-  // group are summed in order in float32 and the row is updated once. `scratch` holds dim floats.
+  // group are summed in float32, in order, and the row is updated once. `scratch` holds dim floats.
   void (*update)(const RowsView& rows, const OptimizerOptions& options, const StepOptions& step,
                  const Occurrence* sorted, int64_t n, const VectorsView& gradients, float* scratch);
 
@@ -78,7 +83,7 @@ struct Kernels {
                  float* out);
 
   // out[i] = <gradient of occurrence i without its scale, row(numbers[i])> for i in [begin, end):
-  // the derivative by the per-sample weight of a sum. 0 for kMissingRow.
+  // the gradient of the per-sample weight in a sum. 0 for kMissingRow.
   void (*dot)(const RowsView& rows, const Row* numbers, const float* extra, int64_t begin,
               int64_t end, const VectorsView& gradients, float* out);
 
@@ -87,11 +92,11 @@ struct Kernels {
   void (*load_vector)(const void* row, int64_t dim, DType dtype, float* out);
 };
 
-// The best that this machine runs; EMBSTORE_ISA=plain|avx2|avx512 in the environment picks another.
-// An unknown name, or one that this machine does not run, throws InvalidArgument.
+// The best set that this machine supports, or the one that EMBSTORE_ISA=plain|avx2|avx512 in the
+// environment names. Throws InvalidArgument for an unknown or unsupported name.
 const Kernels& ActiveKernels();
 
-// All that this machine runs, the best first.
+// All sets that this machine supports, the best first.
 std::vector<const Kernels*> AvailableKernels();
 
 }  // namespace embstore

@@ -1,26 +1,25 @@
-// KeyIndex maps keys to slots, and keeps a score and the number of a row for each.
+// KeyIndex maps keys to slots, and keeps a score and a row number for each.
 //
-// Three slots share a cache line, a group. A bucket is a run of groups with room for
-// `bucket_capacity` keys and an eighth more; a stripe is a run of 1 to 31 buckets. All are in the
-// order of the hash, which is keyed by a seed:
+// A group is a cache line of three slots. A bucket is a run of groups with room for
+// `bucket_capacity` keys and an eighth more; a stripe is a run of 1 to 31 buckets. All are ordered
+// by the hash, which is keyed by a seed:
 //
 //     hash(key)   0 ------------------------- read as a fraction -------------------------> 2^64
 //     stripes     |        0        |        1        |        2        |        3        |
 //     buckets     |  |  |  |  |  |  |  ...
 //
-// A key lies in its home group; where that is full, in another group of its home bucket; where the
-// bucket is full, in a second bucket of the same stripe; and else in the overflow area, an open
+// A key is in its home group; if that is full, in another group of its home bucket; if the bucket
+// is full, in a second bucket of the same stripe; and otherwise in the overflow area, an open
 // addressing table with a hash of its own. So an insertion never fails, whatever the keys are. A
-// group knows in which blocks of the bucket its other keys lie (IndexGroup::away), so a hit at home
+// group knows which blocks of the bucket hold its other keys (IndexGroup::away), so a hit at home
 // and most misses cost one line, other hits one or two more.
 //
-// The index grows by making 18 buckets of 16 in one stripe after the other, from the last to the
-// first; then 21 of 18, 24, 28, and from 32 on each stripe counts as two. Keys stay in their
-// stripe and nothing is copied but the stripe at hand, so every batch pays for its own keys, and
-// the load stays the same.
+// The index grows one stripe after the other, from the last to the first: 16 buckets become 18,
+// later 21, 24, 28, and at 32 each stripe becomes two. Keys stay in their stripe and only the
+// stripe at hand is copied, so every batch pays for its own keys, and the load stays the same.
 //
 //     before       | 0 | 1 | 2 | 3 |                stripes of 16 buckets
-//     half grown   | 0 | 1 |    |  2  |  3  |       2 and 3 have 18, the gap means nothing
+//     half grown   | 0 | 1 |    |  2  |  3  |       2 and 3 have 18; the gap is unused
 //     grown        |  0  |  1  |  2  |  3  |
 //
 // Thread safety: const methods may run together. Insert, Erase and set_* of keys of different
@@ -28,9 +27,9 @@
 // Does not own rows: it only keeps the numbers that the caller gives.
 //
 // Invariants
-//  1. A key lies in its home bucket, in its second bucket or in the overflow area.
+//  1. A key is in its home bucket, in its second bucket or in the overflow area.
 //  2. score == 0  <=>  the slot is free, and then its key is 0.
-//  3. The layout depends on the number of keys alone, never on which keys they are.
+//  3. The layout depends on the number of keys only, never on which keys they are.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +61,7 @@ struct IndexEntry {
 
 class KeyIndex {
  public:
-  // As many keys as slots can name.
+  // The most keys that slots can number.
   static constexpr int64_t kMaxCapacity = 1'600'000'000;
 
   // Throws InvalidArgument naming the field, or OutOfMemory.
@@ -98,19 +97,19 @@ class KeyIndex {
   Slot Find(int64_t key) const { return Find(key, Hash(key)); }
   Slot Find(int64_t key, uint64_t hash) const;
 
-  // Fetches what Find and Insert will read first, and with `whole` what Victim will read.
+  // Prefetches what Find and Insert read first, or with `whole` what Victim reads.
   void Prefetch(uint64_t hash, bool whole) const;
 
   void PrefetchSlot(Slot slot) const {
     if (slot < kFirstOverflowSlot) __builtin_prefetch(groups() + slot / IndexGroup::kSlots, 1);
   }
 
-  // Makes room for so many keys in all. Throws OutOfMemory; the index then holds what it held.
+  // Makes room for this many keys in all. Throws OutOfMemory and leaves the keys as they were.
   void Reserve(int64_t keys);
 
-  // Inserts a key that is not there. Insert says false when its stripe has no place for it: call
-  // InsertAside then, which no other thread may do meanwhile. Neither counts: call AddSize.
-  // InsertAside throws std::bad_alloc and changes nothing.
+  // Inserts a key that is not there. Insert returns false when its stripe has no room: then call
+  // InsertAside, which needs exclusive access. Neither changes size(): call AddSize. InsertAside
+  // may throw std::bad_alloc and then changes nothing.
   bool Insert(const IndexEntry& entry, uint64_t hash);
   void InsertAside(const IndexEntry& entry, uint64_t hash);
   // Both, for one thread.
@@ -120,10 +119,10 @@ class KeyIndex {
     ++size_;
   }
 
-  // The slot of the stripe to give up for a key with this hash: of the home bucket, or else of the
-  // second one, or else of a few others, that with the smallest worth(entry), such as its score,
-  // that `is_protected(row)` lets go. Of equal ones the smallest HashKey goes, so the choice does
-  // not depend on the order of arrival. kNoSlot when all are protected.
+  // The slot to give up for a key with this hash: the one with the smallest worth(entry), such as
+  // its score, among those whose row is not is_protected(row). Searches the home bucket, then the
+  // second one, then a few others of the stripe. Ties go to the smallest HashKey, so the choice
+  // does not depend on the order of arrival. kNoSlot when all are protected.
   template <typename IsProtected, typename Worth>
   Slot Victim(uint64_t hash, const IsProtected& is_protected, const Worth& worth) const;
   template <typename IsProtected>
@@ -131,18 +130,18 @@ class KeyIndex {
     return Victim(hash, is_protected, [](const IndexEntry& entry) { return entry.score; });
   }
 
-  void Erase(Slot slot);  // does not count; other slots of the overflow area may change
-  // Takes an Erase back; all that was inserted since has been erased.
+  void Erase(Slot slot);  // size() stays; other slots of the overflow area may change
+  // Undoes an Erase. REQUIRES: whatever was inserted since has been erased.
   void PutBack(Slot slot, const IndexEntry& entry);
   void AddSize(int64_t delta) { size_ += delta; }
 
   void Clear();
 
-  // For tests: walks over the whole index, and throws std::logic_error naming what does not hold.
+  // For tests: checks the whole index, and throws std::logic_error that names what does not hold.
   void CheckInvariants() const;
 
   // Calls visit(slot, entry) for the slots of [begin, end) whose score is wanted(score), ascending.
-  // Slots of stripes are below slots(); while the index grows there is a gap among them.
+  // Slots of stripes are below slots(); while the index grows, there is a gap among them.
   int64_t slots() const {
     return static_cast<int64_t>(grown_.buckets) * bucket_groups_ * IndexGroup::kSlots;
   }
@@ -162,14 +161,13 @@ class KeyIndex {
     VisitOverflow(visit);
   }
 
-  // A walk over all keys in the order of their hash, in pieces. Whatever the index does in between,
-  // a key that stays is met exactly once.
+  // A walk over all keys in the order of their hash, in several steps. Whatever the index does in
+  // between, a key that stays is visited exactly once.
   struct Walk {
-    uint64_t next = 0;  // the first hash that was not met
+    uint64_t next = 0;  // the first hash that was not visited
     bool ended = false;
   };
-  // Calls visit(entry) for at most `room` further keys that are wanted(entry), of one stripe at
-  // most.
+  // Calls visit(entry) for the next keys that are wanted(entry): at most `room`, of one stripe.
   template <typename Wanted, typename Visit>
   void Advance(Walk& walk, int64_t room, const Wanted& wanted, const Visit& visit) const;
 
@@ -183,13 +181,13 @@ class KeyIndex {
   const IndexLayout& LayoutAt(uint64_t hash) const {
     return hash >= grown_from_ ? grown_ : before_;
   }
-  // The hashes of a stripe, the last one included, and its slots.
+  // The first and last hash of a stripe, and its slots.
   struct Stripe {
     uint64_t first, last;
     Slot begin, end;
   };
   Stripe StripeAt(uint64_t hash) const;
-  std::pair<Slot, Slot> Gap() const;  // slots that mean nothing while the index grows
+  std::pair<Slot, Slot> Gap() const;  // slots that are unused while the index grows
   std::pair<int64_t, int64_t> BucketsOf(uint64_t hash) const;  // home and second
 
   bool PutNear(IndexGroup* groups, int64_t bucket, uint32_t group, const IndexEntry& entry) const;
@@ -208,7 +206,7 @@ class KeyIndex {
   double max_load_factor_;
   uint32_t bucket_groups_, block_bits_ = 0;
   HashSecret secret_, overflow_secret_;
-  // Stripes below `not_grown_` (of before_) have the layout before_, the rest grown_.
+  // Stripes below `not_grown_` (in units of before_) have the layout before_, the others grown_.
   IndexLayout before_, grown_;
   int64_t not_grown_ = 0;
   uint64_t grown_from_ = 0;  // the hash where they meet

@@ -1,7 +1,7 @@
 // MappedFile: a whole file as read-only memory. Processes that map the same file share its pages.
 //
-// The file may be unlinked or renamed while it is mapped. It must not be cut: reading beyond its
-// end is a bus error. Only map files that are written once and published by rename.
+// The file may be unlinked or renamed while it is mapped. It must not be truncated: reading beyond
+// its end is a bus error. Map only files that are written once and published by rename.
 //
 // Thread safety: immutable after construction.
 #pragma once
@@ -24,7 +24,7 @@ class MappedFile {
   const std::byte* data() const { return data_; }
   size_t size() const { return size_; }
 
-  // CRC-32 of the bytes, summed on several threads.
+  // CRC-32 of the bytes, computed on several threads.
   uint32_t Checksum() const;
 
  private:

@@ -1,4 +1,4 @@
-// Memory of the engine: large zeroed buffers that grow without copying, and recycled outputs.
+// Memory of the engine: large zeroed buffers that grow without copying, and recycled buffers.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,8 @@
 
 namespace embstore {
 
-// Zeroed memory on huge pages where the kernel gives them. Pages are taken when first touched.
+// Zeroed memory, on huge pages where the kernel grants them. Pages are allocated when first
+// touched.
 //
 // Thread safety: none; the owner of the buffer guards it.
 class HugeBuffer {
@@ -18,12 +19,12 @@ class HugeBuffer {
   HugeBuffer(HugeBuffer&& other) noexcept;
   HugeBuffer& operator=(HugeBuffer&& other) noexcept;
 
-  // Makes the buffer larger; the contents stay, new bytes are zero, the address may change.
-  // Pages are remapped, not copied, and seldom: a buffer that grows sets addresses aside for twice
-  // its size. Throws OutOfMemory and leaves the buffer as it was.
+  // Makes the buffer larger. The contents stay, new bytes are zero, the address may change. Pages
+  // are remapped, not copied, and rarely: a growing buffer reserves addresses for twice its size.
+  // Throws OutOfMemory and leaves the buffer as it was.
   void Grow(size_t bytes);
 
-  // All bytes become zero and their pages go back to the system.
+  // Zeroes all bytes and returns their pages to the system.
   void Clear();
 
   std::byte* data() { return data_; }
@@ -35,13 +36,15 @@ class HugeBuffer {
   size_t size_ = 0, reserved_ = 0;  // bytes in use, and addresses
 };
 
-// Throws OutOfMemory with `purpose` when the machine (or its cgroup) has not this much left.
-// Memory is handed out lazily by the kernel, so without this check a table would grow until the
-// process is killed instead of raising.
+// Throws OutOfMemory with `purpose` when the machine (or its cgroup) does not have this much left.
+// The kernel allocates lazily, so without this check a growing table would get the process killed
+// instead of throwing.
 void RequireAvailableMemory(size_t bytes, const std::string& purpose);
 
-// A block of memory that its destructor hands to the next buffer of about the same size. Contents
-// are undefined.
+// A block of memory whose destructor keeps it for the next buffer of about the same size. The
+// contents are undefined.
+//
+// Thread safety: none for one buffer; different buffers may be made and dropped on any thread.
 class RecycledBuffer {
  public:
   RecycledBuffer() = default;
@@ -62,8 +65,8 @@ class RecycledBuffer {
   size_t size_ = 0;
 };
 
-// Idle bytes that are kept for the next buffers. Fresh pages cost more than the lookup that fills
-// them, so the outputs of one step are used again in the next.
+// Idle blocks are kept up to this many bytes. Fresh pages cost more than the lookup that fills
+// them, so each step reuses the buffers of the previous one.
 inline constexpr size_t kMaxIdleBufferBytes = size_t{256} << 20;
 size_t IdleBufferBytes();
 

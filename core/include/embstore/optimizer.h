@@ -1,10 +1,13 @@
 // Optimizers that run on rows: [embedding (dim) | state], one fused pass over a summed gradient.
 //
 // All are lazy: only rows that have a gradient in this step move. All arithmetic is float32;
-// float16 and bfloat16 embeddings are read to float32 and rounded to nearest-even when stored.
-// State is float32, but for counts of steps (SmartDecayAdam), whose bits lie in floats.
+// float16 and bfloat16 embeddings are converted to float32 and rounded to nearest-even when stored.
+// State is float32, except for step counts (SmartDecayAdam), whose bits are kept in floats.
 //
-// To add one: a small struct in core/src/optimizers.inc and a line in EMBSTORE_OPTIMIZERS below.
+// To add one, write a small struct in core/src/optimizers.inc and a line in EMBSTORE_OPTIMIZERS
+// below.
+//
+// Thread safety: pure functions of their arguments.
 #pragma once
 
 #include <cstdint>
@@ -37,13 +40,13 @@ enum class OptimizerKind : uint8_t {
 #undef EMBSTORE_KIND
 };
 
-// What stays the same for the life of a table. It fixes the width of the state and its first value.
+// What stays the same for the life of a table: it fixes the width and the first value of the state.
 struct OptimizerOptions {
   OptimizerKind kind = OptimizerKind::kSgd;
   float initial_accumulator = 0.0f;  // Adagrad, RowwiseAdagrad, Ftrl: first value of the sum
 };
 
-// Where eps enters the denominator. Both are in use, and they train differently at small gradients.
+// Where eps enters the denominator. Both are in use; they train differently at small gradients.
 //             Adam                        Adamax                 Adagrad, RowwiseAdagrad
 //   kTorch    sqrt(v) / sqrt(bc2) + eps   max(b2 u, |g| + eps)   sqrt(sum) + eps
 //   kKeras    sqrt(v) + eps, then bc2     max(b2 u, |g|) + eps   sqrt(sum + eps)
@@ -63,14 +66,13 @@ struct StepOptions {
   EpsPlacement eps_placement = EpsPlacement::kTorch;
   double beta1 = 0.9, beta2 = 0.999;  // Adam, Adamax, SmartDecayAdam
   bool bias_correction = true;        // Adam, Adamax
-  // Of the table, from 1: t of the bias correction; Momentum does not damp step 1; what a row of
-  // SmartDecayAdam keeps.
+  // The table's step, from 1: t of the bias correction, and what a row of SmartDecayAdam records.
+  // Momentum does not damp step 1.
   int64_t step = 1;
   double momentum = 0.0, dampening = 0.0;
   bool nesterov = false;
-  // Momentum: the state is the velocity v of Keras, v = momentum v - lr g and w += v, so a change
-  // of the learning rate does not scale what is under way. torch keeps the sum of gradients
-  // instead.
+  // Momentum: the state is Keras' velocity v, with v = momentum v - lr g and w += v, so a new
+  // learning rate does not rescale past gradients. torch keeps the sum of gradients instead.
   bool velocity = false;
   double rho = 0.9;  // Adadelta
   // Ftrl. The paper and TensorFlow raise the accumulator to -learning_rate_power;
@@ -88,7 +90,7 @@ struct StateSpec {
 std::string_view Name(OptimizerKind kind);
 OptimizerKind OptimizerFromName(std::string_view name);  // throws InvalidArgument listing the names
 
-// The states of a row in the order in which they lie behind the embedding.
+// The states of a row, in the order in which they follow the embedding.
 std::vector<StateSpec> States(const OptimizerOptions& options, int64_t dim);
 int64_t StateWidth(const OptimizerOptions& options, int64_t dim);  // floats in all
 

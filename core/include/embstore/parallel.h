@@ -1,7 +1,9 @@
-// Worker threads of the engine.
+// Worker threads of the engine, one set a process.
 //
-// One set a process. A call that finds the workers busy (or that comes from a worker) runs its
-// tasks on its own thread, so nothing ever waits for them. After fork() the child starts its own.
+// A call that finds the workers busy, or that comes from a worker, runs its tasks on its own
+// thread, so nothing ever waits for them. After fork() the child starts its own workers.
+//
+// Thread safety: every function may be called from any thread.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +21,8 @@ using TaskFunction = void (*)(void* context, int64_t task);
 void RunTasks(int64_t tasks, TaskFunction function, void* context);
 }  // namespace internal
 
-// Calls fn(task) once for every task in [0, tasks), in any order, on several threads; returns when
-// all are done. If some throw, one of the exceptions is thrown here after all have ended.
+// Calls fn(task) once for every task in [0, tasks), in any order, on several threads. Returns when
+// all are done. If some throw, one of the exceptions is rethrown once all have ended.
 template <typename Fn>
 void ParallelFor(int64_t tasks, Fn&& fn) {
   using Plain = std::remove_reference_t<Fn>;

@@ -7,16 +7,14 @@
  *     include=$(python -c 'import embstore.stores.plugin as p; print(p.include_dir())')
  *     c++ -std=c++17 -O2 -shared -fPIC -I "$include" my_plugin.cpp -o my_plugin.so
  *
- * Words: an id has `num_cols_` columns (parts of its vector, counted as 1 when the field is 0), and
- * every column has `num_optimizer_stats_` tensors: number 0 is the weight, 1 and above are
- * optimizer states. Piece (i, j, k) is tensor k of column j of id i. Tensors of one id may differ
- * in length.
+ * Words: an id has `num_cols_` columns (parts of its vector; 0 counts as 1), and every column has
+ * `num_optimizer_stats_` tensors: number 0 is the weight, 1 and above are optimizer states. Piece
+ * (i, j, k) is tensor k of column j of id i. The tensors of one id may differ in length.
  *
  * Each instance serves one table of one process. The host makes one call at a time on an instance,
- * each from a thread of its own. A call may complete before it returns, or later from another
- * thread. The host waits until it has done both, up to a limit; a call that is late fails, and the
- * next one on this instance begins only when it is over. An instance with a call that never ends is
- * not finalized.
+ * each on a thread of its own. A call may complete before it returns, or later from another thread.
+ * The host waits until it has done both, up to a limit; a late call fails, and the next one on this
+ * instance starts only when it is over. An instance whose call never ends is not finalized.
  */
 #ifndef EMBSTORE_PARAMETER_SERVER_PLUGIN_H_
 #define EMBSTORE_PARAMETER_SERVER_PLUGIN_H_

@@ -1,4 +1,5 @@
-// Rows that lie in several arrays: a weight here, its optimizer states there.
+// Rows that are spread over several arrays: a weight in one, its optimizer states in others. A
+// Piece is the part of each row that one array holds.
 //
 //     row s  =  piece 0 at base_0 + s * stride_0  |  piece 1 at base_1 + s * stride_1  |  ...
 #pragma once
@@ -15,8 +16,10 @@ struct Piece {
   int64_t bytes = 0;
 };
 
-// rows (n, sum of bytes): row i is the concatenation of the pieces of slots[i], and back.
-// Slots of a scatter differ. Uses the engine's threads.
+// Gather: rows (n, sum of bytes), row i is the concatenation of the pieces of slots[i]. Scatter is
+// the inverse; its slots must differ. Both use the engine's threads.
+//
+// Thread safety: concurrent calls must write different rows.
 void GatherPieces(std::span<const Piece> pieces, std::span<const int64_t> slots, std::byte* rows);
 void ScatterPieces(std::span<const Piece> pieces, std::span<const int64_t> slots,
                    const std::byte* rows);

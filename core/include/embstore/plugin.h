@@ -1,7 +1,7 @@
-// Plug-ins of parameter servers: shared libraries with the interface of parameter_server_plugin.h.
+// Parameter server plug-ins: shared libraries with the interface of parameter_server_plugin.h.
 //
-// Thread safety: every function and method may be called from any thread; calls on one instance
-// follow one another.
+// Thread safety: every function and method may be called from any thread; an instance runs one call
+// at a time.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct PluginLibrary;
 
 struct LoadedPlugin {
   std::string type;  // IO_type
-  bool is_new;       // false: another library had this type before, and stays
+  bool is_new;       // false: a library of this type was loaded before, and is kept
 };
 
 // Loads a library for the rest of the process. Throws InvalidArgument with the reason: the file
@@ -27,11 +27,10 @@ struct LoadedPlugin {
 LoadedPlugin LoadPlugin(const std::string& path);
 std::vector<std::string> PluginTypes();
 
-// One table (or one column of it) on the server of a plug-in. A row is the concatenation of its
-// tensors.
+// One table (or one column of it) on a plug-in's server. A row is the concatenation of its tensors.
 class PluginInstance {
  public:
-  // Throws InvalidArgument when there is no such type, InvalidState when the plug-in refuses `cfg`.
+  // Throws InvalidArgument for an unknown type, InvalidState when the plug-in refuses `cfg`.
   PluginInstance(const std::string& type, const std::string& cfg, std::string table, int64_t column,
                  std::vector<int64_t> tensor_bytes);
   ~PluginInstance();
@@ -40,10 +39,10 @@ class PluginInstance {
 
   int64_t row_bytes() const { return row_bytes_; }
 
-  // rows + i * row_bytes() is set where found[i] becomes 1. Both throw InvalidState with the
-  // message of the plug-in, when it answers with a value of the wrong length, or when it has not
-  // both completed and returned in time. The buffers of a late call stay alive until it has, and no
-  // other call begins before that: those throw when their own time is over.
+  // Sets rows + i * row_bytes() where found[i] becomes 1. Both throw InvalidState with the
+  // plug-in's message, when a value has the wrong length, or when the call has not both completed
+  // and returned in time. The buffers of a late call stay alive until then, and the next call waits
+  // for it, or throws at its own deadline.
   void Pull(std::span<const int64_t> ids, std::byte* rows, uint8_t* found, double timeout_seconds);
   void Push(std::span<const int64_t> ids, const std::byte* rows, double timeout_seconds);
 

@@ -1,12 +1,12 @@
-// Rows as commands and answers of Redis (RESP 2), without an object for each value.
+// Rows as Redis commands and replies (RESP 2), without an object for each value.
 //
 //     MGET  head id tail ...            *n $12 ............ $-1 ...
 //     MSET  head id tail value ...      +OK
 //
 // An id has one value for each tail; value k of row i is the concatenation of its pieces, piece p
-// at base_p + i * stride_p. The caller handles connections, passwords and errors of the network.
+// at base_p + i * stride_p. The caller handles connections, passwords and network errors.
 //
-// Thread safety: none; each connection has its own.
+// Thread safety: none; each connection has its own codec.
 #pragma once
 
 #include <cstdint>
@@ -22,25 +22,25 @@ namespace embstore {
 
 class RedisRows {
  public:
-  // `found` may be null where nothing is read. What is passed by address has to outlive this.
+  // `found` may be null when nothing is read. What is passed by address must outlive this object.
   RedisRows(std::string head, std::vector<std::string> tails,
             std::vector<std::vector<Piece>> values, std::span<const int64_t> ids, uint8_t* found);
 
-  // Begins the text that the caller sends next, then adds a command for ids [first, last) to it. An
-  // answer to every command is expected from then on.
+  // Begin starts the text that the caller sends next; the others append a command for ids
+  // [first, last) to it. From then on a reply to each command is expected.
   void BeginText() { text_.clear(); }
   void Mget(int64_t first, int64_t last);
   void Mset(int64_t first, int64_t last);
   std::string_view text() const { return text_; }
   int64_t waiting() const { return static_cast<int64_t>(expected_.size()); }
 
-  // Takes complete values from the front of what was received, and returns how many bytes that
-  // were; the rest has to come again with what follows it. Stops at an answer that is an error, and
-  // keeps its text. Throws InvalidState where a value has another length than a row has here, and
-  // for an answer that is none to these commands.
+  // Takes complete values from the front of the received bytes and returns how many bytes it took;
+  // the caller passes the rest again with what follows it. Stops at an error reply and keeps its
+  // text. Throws InvalidState when a value does not have the length of a row, and for a reply that
+  // does not fit the commands.
   size_t Receive(std::string_view bytes);
   const std::string& error() const { return error_; }
-  // No more than this is needed at a time.
+  // Receive never needs more bytes than this to make progress.
   size_t most_value_bytes() const;
 
  private:
@@ -61,8 +61,8 @@ class RedisRows {
   uint8_t* found_;
   std::string text_, error_;
   std::deque<Expected> expected_;
-  bool in_answer_ = false;  // its header was taken
-  int64_t row_ = 0;         // the next value
+  bool in_reply_ = false;  // its header was taken
+  int64_t row_ = 0;        // the next value
   size_t value_ = 0;
 };
 

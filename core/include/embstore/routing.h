@@ -1,16 +1,16 @@
 // Routing: which keys of a batch go to which rank, and sums of the vectors that come back.
 //
-// A batch is divided into cells (the bags of a feature, whole features, or whole tables). What goes
-// to one rank stays in the order of the cells, and within a cell in the order of the batch, so a
-// receiver that puts the cells of all senders side by side meets the keys in the order of the
-// global batch.
+// A batch is divided into cells (the bags of a feature, whole features, or whole tables). The keys
+// for one rank keep the order of the cells, and within a cell the order of the batch. So a receiver
+// that concatenates the cells of all senders has the keys in the order of the global batch.
 //
 //     keys      7  4 | 4  9  4          2 cells, world = 2, uint64(key) % world
 //     to rank 0    4 | 4     4          counts 1, 2        (unique: 4 | 4, counts 1, 1)
 //     to rank 1 7    |    9             counts 1, 1
 //     sent      4  4  4  7  9           index  3  0 | 1  4  2
 //
-// Thread safety: pure functions of their arguments. The result does not depend on the threads.
+// Thread safety: pure functions of their arguments. The result does not depend on the number of
+// threads.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct Route {
   std::vector<int64_t> index;   // (n): where the key of occurrence i is in `keys`
 };
 
-// unique[cell] != 0: each key of the cell is sent once, at its first occurrence. Empty: nowhere.
-// rows: as in Owner.
+// unique[cell] != 0: each key of the cell is sent once, at its first occurrence. Empty: no cell is
+// unique. rows: as in Owner.
 // Throws InvalidArgument unless offsets divides the keys, and for a world of 0.
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
                 Ownership ownership, std::span<const uint8_t> unique, uint64_t rows = 0);

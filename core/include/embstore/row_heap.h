@@ -1,13 +1,14 @@
-// RowHeap: rows of one size under numbers, as close together as they come.
+// RowHeap: numbered rows of one size, packed in the order of their numbers.
 //
-// Addresses are set aside for as many rows as the owner may want; memory comes page by page as rows
-// are used, so it follows the number of rows and not the capacity. No row ever moves to another
+// Addresses are reserved for as many rows as the owner may want; memory is allocated page by page
+// as rows are used, so it follows the number of rows and not the capacity. A row never changes its
 // number.
 //
 // Thread safety: const methods may run together; any other method needs exclusive access.
 //
-// Invariant: a row is in use, or free (it was in use before), or new: its number is not below
-// used().
+// Invariants
+//  1. A number below used() is in use or free; numbers from used() on are new.
+//  2. Free numbers are taken again before new ones.
 #pragma once
 
 #include <cassert>
@@ -29,17 +30,16 @@ class RowHeap {
 
   std::byte* data() const { return rows_.data(); }
   std::byte* at(Row row) const { return rows_.data() + row * row_bytes_; }
-  // Numbers that were ever taken: all rows are below it, free ones among them.
+  // How many numbers were ever taken. All rows are below it, free ones included.
   int64_t used() const { return used_; }
   int64_t bytes() const { return used_ * row_bytes_; }
 
   // Room for more numbers. Throws OutOfMemory and changes nothing.
   void Grow(int64_t capacity) { rows_.Grow(static_cast<size_t>(capacity * row_bytes_)); }
-  // Throws OutOfMemory for `purpose` unless the machine has memory for so many rows in all.
+  // Throws OutOfMemory with `purpose` unless the machine has memory for this many rows in all.
   void Require(int64_t rows, const std::string& purpose);
 
-  // The i-th of the rows that Take(count) would take: the free ones first. Their bytes are
-  // undefined.
+  // The i-th row that Take(count) will take, free ones first. Its bytes are undefined.
   Row Next(int64_t i) const;
   void Take(int64_t count);
   void Free(Row row) {
@@ -50,14 +50,14 @@ class RowHeap {
   void VisitFree(const Visit& visit) const {
     for (const Row row : free_) visit(row);
   }
-  void Clear();  // all rows are new again, and their memory is given back
+  void Clear();  // all numbers are new again; returns the memory
 
  private:
   int64_t row_bytes_ = 0;
   mutable HugeBuffer rows_;
   std::vector<Row> free_;
   int64_t used_ = 0;
-  int64_t granted_ = 0;  // the machine had memory for so many
+  int64_t granted_ = 0;  // rows that Require has found memory for
 };
 
 }  // namespace embstore

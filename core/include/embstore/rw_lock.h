@@ -1,5 +1,5 @@
-// A readers-writer lock that lets a waiting writer go before new readers: a training step must not
-// starve behind a stream of evaluation reads.
+// RwLock: a readers-writer lock in which a waiting writer goes before new readers, so that a stream
+// of evaluation reads cannot starve a training step.
 #pragma once
 
 #include <pthread.h>
@@ -16,13 +16,13 @@ class RwLock {
   RwLock(const RwLock&) = delete;
   RwLock& operator=(const RwLock&) = delete;
 
-  // The names that std::unique_lock and std::shared_lock ask for.
+  // The names that std::unique_lock and std::shared_lock expect.
   void lock() { pthread_rwlock_wrlock(&lock_); }
   void unlock() { pthread_rwlock_unlock(&lock_); }
   void lock_shared() { pthread_rwlock_rdlock(&lock_); }
   void unlock_shared() { pthread_rwlock_unlock(&lock_); }
 
-  // False when it could not be had by then.
+  // Exclusive. False when the deadline passes first.
   bool TryLockUntil(std::chrono::steady_clock::time_point deadline) {
     const auto wait = deadline - std::chrono::steady_clock::now();
     const auto until = (std::chrono::system_clock::now() + wait).time_since_epoch();
@@ -31,7 +31,7 @@ class RwLock {
     return pthread_rwlock_timedwrlock(&lock_, &at) == 0;
   }
 
-  // In the child of a fork: whoever held it or waited for it is not there.
+  // For the child of a fork: the threads that held it or waited for it do not exist there.
   void Renew() { Init(); }
 
  private:

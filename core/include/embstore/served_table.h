@@ -1,13 +1,17 @@
-// ServedTable: rows by key in one state that never changes, for processes that only read.
+// ServedTable: an immutable state of a table, for processes that only read.
 //
 //     index   key -> row number       cache lines of five entries
-//     pages   row number -> bytes     65,536 rows each, in the mapped file that holds them
+//     pages   row number -> bytes     65,536 rows each, in a mapped file
 //
-// A state is made from the one before: `With` adds the rows of an increment and takes its deletions
-// away. Base index and files are shared by all states; only the overlay, an index of what changed
-// since the base, is copied. Old states stay valid while somebody holds them.
+// A new state is made from the previous one: `With` adds the rows of an increment and removes its
+// deletions. All states share the base index and the files; only the overlay, an index of what
+// changed since the base, is copied. Old states stay valid while somebody holds them.
 //
 // Thread safety: immutable after construction, so readers need no lock.
+//
+// Invariants
+//  1. The overlay, where it has the key, decides; else the base does.
+//  2. size() counts the keys that have a row.
 #pragma once
 
 #include <cstddef>
@@ -39,10 +43,9 @@ void EncodeServedRows(const float* values, int64_t n, int64_t dim, ServedDType d
 // Keys to row numbers: open addressing over lines of five entries, four fifths full.
 //
 // Invariants
-//  1. A key lies in its home line or, where that is full, in one of the next ones; every line that
-//  was
-//     full when a key passed it says so.
-//  2. Entries of a line are packed from the front.
+//  1. A key is in its home line or, if that was full, in one of the next ones; every full line that
+//     it skipped has `passed` set.
+//  2. The entries of a line are packed at its front.
 class ServedIndex {
  public:
   static constexpr uint32_t kRemoved = UINT32_MAX;  // in an overlay: the key is gone
@@ -51,28 +54,28 @@ class ServedIndex {
     int64_t keys[kEntries];
     uint32_t rows[kEntries];
     uint16_t count;
-    uint16_t passed;  // 1: keys of this line or of an earlier one lie further on
+    uint16_t passed;  // 1: keys of this line or of an earlier one are further on
   };
   static_assert(sizeof(Line) == 64);
 
-  // Room for `entries` keys. `secret` keys the hash, so that nobody can aim at one line.
+  // Room for `entries` keys. `secret` keys the hash, so that nobody can choose keys that collide.
   ServedIndex(int64_t entries, uint64_t secret);
-  // The index in a file that Save wrote. Throws InvalidArgument when it is damaged, or of other
+  // Maps an index that Save wrote. Throws InvalidArgument when it is damaged, or indexes other
   // keys.
   ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc);
-  ServedIndex(const ServedIndex& other, int64_t entries);  // a copy with room for that many
+  ServedIndex(const ServedIndex& other, int64_t entries);  // a copy with room for `entries` keys
 
   int64_t size() const { return size_; }
   size_t bytes() const { return static_cast<size_t>(lines_count_) * sizeof(Line); }
   uint64_t secret() const { return secret_; }
 
-  // The row of the key becomes `row`. Returns what it was, if the key was there.
+  // Sets the row of the key. Returns the previous one, if the key was there.
   std::optional<uint32_t> Put(int64_t key, uint32_t row);
 
   const Line* HomeOf(int64_t key) const {
     return lines_ + ((Hash(key) >> 32) * static_cast<uint64_t>(lines_count_) >> 32);
   }
-  // The row, or null. `home` is HomeOf(key), which a caller fetches ahead.
+  // The row, or null. `home` is HomeOf(key), which callers prefetch.
   const uint32_t* Find(int64_t key, const Line* home) const {
     for (const Line* line = home;;) {
       for (int i = 0; i < line->count; ++i) {
@@ -84,7 +87,8 @@ class ServedIndex {
   }
   const uint32_t* Find(int64_t key) const { return Find(key, HomeOf(key)); }
 
-  // Writes the index to a new file, synced; the caller renames it. `keys_crc` says whose it is.
+  // Writes the index to a new file and syncs it; the caller renames it. `keys_crc` identifies the
+  // keys.
   void Save(const std::string& path, uint32_t keys_crc) const;
 
   template <typename Visit>
@@ -114,7 +118,7 @@ struct ServedTableOptions {
   DType table_dtype = DType::kFloat32;  // initial vectors are rounded to it, as in training
 };
 
-// Rows in a file: row i begins at `rows` + i * stride and belongs to keys[i].
+// Rows in a file: row i starts at rows + i * stride_bytes and belongs to keys[i].
 struct ServedRows {
   std::shared_ptr<const void> owner;  // keeps both arrays alive
   const int64_t* keys = nullptr;
@@ -125,27 +129,27 @@ struct ServedRows {
 
 class ServedTable {
  public:
-  // A base. `index_path` names a file of ServedIndex::Save for exactly these keys ("": the index is
-  // built). Throws InvalidArgument when a key comes twice.
+  // A base. `index_path` is a file that ServedIndex::Save wrote for exactly these keys ("": builds
+  // the index). Throws InvalidArgument for a duplicate key.
   ServedTable(const ServedTableOptions& options, std::vector<ServedRows> parts,
               const std::string& index_path, uint32_t keys_crc);
 
-  // The state after an increment: `removed` go, then the rows of `parts` replace what was there.
+  // The state after an increment: removes `removed`, then sets the rows of `parts`.
   std::shared_ptr<const ServedTable> With(std::span<const int64_t> removed,
                                           std::vector<ServedRows> parts) const;
 
   const ServedTableOptions& options() const { return options_; }
   int64_t size() const { return size_; }
   const ServedIndex& base() const { return *base_; }
-  // Bytes of this process alone; mapped files are shared.
+  // Bytes of this process only; mapped files are shared.
   size_t private_bytes() const;
 
-  // out row i (float32) = vector of keys[i], found[i] whether it has a row (null: nobody asks).
+  // out row i (float32) = vector of keys[i]; found[i] (may be null) = whether it has a row.
   void Read(std::span<const int64_t> keys, float* out, int64_t out_stride, uint8_t* found) const;
 
-  // out row b = the sum (or mean) of the vectors of keys[offsets[b]] to keys[offsets[b + 1]], each
-  // times its weight (null: 1), added in order as in training. Throws InvalidArgument unless
-  // offsets rise from 0 to the number of keys.
+  // out row b = the sum (or mean) of the vectors of keys [offsets[b], offsets[b + 1]), each times
+  // its weight (null: 1), added in order as in training. Throws InvalidArgument unless offsets rise
+  // from 0 to the number of keys.
   void ReadBags(std::span<const int64_t> keys, std::span<const int64_t> offsets,
                 const float* weights, bool mean, float* out, int64_t out_stride) const;
 

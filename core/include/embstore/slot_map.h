@@ -1,31 +1,31 @@
-// SlotMap gives any key a dense slot 0 .. slots-1: the window of a small table on a large set of
-// keys.
+// SlotMap assigns dense slots 0 .. slots-1 to keys: a small table's window on a large set of keys.
 //
-//     Find      which keys have a slot; lists those that have none, each once
-//     Victims   the worst keys that may go, when there are fewer free slots than missing keys
-//     Drop      frees the slots of these victims (their rows were pushed away in between)
-//     Admit     gives the missing keys the lowest free slots, in the order of their first
-//     appearance
+//     Find      which keys have a slot; lists each missing key once
+//     Victims   the worst evictable keys, when there are fewer free slots than missing keys
+//     Drop      frees the slots of these victims (the caller has pushed their rows away)
+//     Admit     gives the missing keys the lowest free slots, in the order of first occurrence
 //
-// A key's record lives in the score of its index entry, so a hit touches nothing else:
+// A key's record is the score of its index entry, so a hit touches nothing else:
 //
 //     [ 63..59: frequency | 58..32: time of the last use | 31..0: slot + 1 ]
 //
-// The frequency is a Morris counter: it begins at min_used_freq_power and a use raises it with
-// probability 2^-frequency. Records compare by frequency, then by time, and the smallest goes
-// first. Times are numbers of batches. A key is pinned while its last use is not before
-// `pinned_from`: batches are trained in order, so this one number protects all batches in flight.
+// The frequency is a Morris counter: it starts at min_used_freq_power, and a use raises it with
+// probability 2^-frequency. Records compare by frequency, then by time; the smallest is evicted
+// first. Times are batch numbers. A key is pinned while its last use is not before `pinned_from`:
+// batches are trained in order, so this one number protects all batches in flight.
 //
-// Victims looks at a stretch of the index at a time. The index is ordered by hash, so a stretch is
-// a random sample of the keys: the worst of it are the worst of the table up to sampling error, and
-// the cost of a step does not grow with the table.
+// Victims scans one stretch of the index at a time. The index is ordered by hash, so a stretch is a
+// random sample of the keys: its worst are the worst of the table up to sampling error, and a step
+// costs the same however large the table is.
 //
-// Thread safety: none; the owner guards it. The result depends on the calls alone (no clock, no
-// random device), so ranks that make the same calls hold the same map.
+// Thread safety: none; the owner guards it.
 //
 // Invariants
 //  1. A slot is free or belongs to exactly one key.
 //  2. Victims and Find change no slot; a failed push or pull in between leaves the map usable.
+//  3. The result depends on the calls only (no clock, no random device), so ranks that make the
+//  same
+//     calls hold the same map.
 #pragma once
 
 #include <cstdint>
@@ -60,27 +60,27 @@ class SlotMap {
   int64_t last_time() const { return last_time_; }
   size_t bytes() const;
 
-  // Renews the keys that are there. out[i] = slot of keys[i], or -1 where it is missing until
-  // Admit. Returns how many different keys are missing. `out` stays in use until Admit or the next
-  // Find. Throws InvalidArgument when `time` is below that of an earlier call.
+  // Renews the keys that have a slot. out[i] = slot of keys[i], or -1 until Admit gives it one.
+  // Returns how many distinct keys are missing. `out` must stay valid until Admit or the next Find.
+  // Throws InvalidArgument when `time` is below that of an earlier call.
   int64_t Find(std::span<const int64_t> keys, int64_t time, int64_t* out);
   std::span<const int64_t> missing() const {
     return std::span(missing_.keys()).subspan(admitted_keys_);
   }
 
-  // Chooses at least `count` unpinned keys, and a margin of about an eighth of the stretches it
-  // looked at, so that not every batch has to choose. Fewer when there are no more.
+  // Chooses at least `count` unpinned keys plus a margin of about an eighth of the stretches it
+  // scanned, so that not every batch has to choose. Fewer if there are not enough.
   std::span<const KeySlot> Victims(int64_t count, int64_t pinned_from);
   void Drop();  // frees the slots of the last Victims
 
-  // Gives slots to the missing keys of the last Find, as many as are free, and completes its `out`.
-  // Returns the new pairs; those that found no slot stay missing.
+  // Gives slots to the missing keys of the last Find while any are free, and completes its `out`.
+  // Returns the new pairs; keys without a slot stay missing.
   std::span<const KeySlot> Admit();
 
-  // Frees the slots of these keys; keys that have none are skipped.
+  // Frees the slots of these keys; skips keys that have none.
   void Forget(std::span<const int64_t> keys);
 
-  // Up to `count` keys whatever their pins, the worst first.
+  // Up to `count` keys, the worst first, pinned or not.
   std::vector<KeySlot> Worst(int64_t count) const;
   // The keys whose last use is not before `since`, in the order of their slots.
   std::vector<KeySlot> UsedSince(int64_t since) const;

@@ -5,17 +5,22 @@
 //   values/value-<chunk>   keys/key-<chunk>   meta/meta-<chunk>   snapshots/<name>/{LIST,
 //   index-<n>}
 //
-// Rows are appended to the open segment (about 1 MiB of blocks) and never change in place; the
-// index moves on and the old place becomes garbage. Full segments are written by a thread of their
-// own and can be read from memory until they are on disk. A segment without live rows is used
-// again; when more than half of all places are garbage, Put empties the emptiest segments into the
-// open one, a few for each that it fills.
+// Rows are appended to the open segment (about 1 MiB of blocks) and never change in place: a new
+// version gets a new place, and the old one becomes garbage. A background thread writes full
+// segments; until they are on disk they are read from memory. A segment without live rows is
+// reused. When more than half of all places are garbage, Put moves the rows of the emptiest
+// segments to the open one, a few segments for each that it fills.
 //
-// Only checkpoints survive the process: a directory that is opened is empty until LoadCheckpoint. A
-// checkpoint is a list of row numbers; the segments it names are neither reused nor emptied while
-// it exists, or while some process reads it.
+// Only checkpoints survive the process: an opened directory is empty until LoadCheckpoint.
 //
-// Every row and score has a CRC-32 that is checked whenever it is read.
+// Thread safety: as store.h says. One process may write to a directory at a time; any number may
+// read its checkpoints.
+//
+// Invariants
+//  1. Every row and score has a CRC-32, which is verified whenever it is read.
+//  2. A checkpoint is a list of row numbers. The segments it names are neither reused nor emptied
+//     while it exists, or while a process reads it.
+//  3. A segment counts the rows in it that the index names; a free one has none.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +38,12 @@ struct SsdStoreOptions {
   int64_t key_bytes = 8;                // 4: keys must fit int32
   int64_t physical_block_bytes = 4096;  // or 512
   int64_t capacity_rows = 0;            // 0: no bound
-  bool direct = true;                   // past the page cache, where the filesystem can
-  // false: only read checkpoints of a store that is there. Any number of processes may do that,
-  // also beside the one that writes.
+  bool direct = true;                   // bypass the page cache, where the filesystem allows it
+  // false: only read the checkpoints of an existing store. Any number of processes may do so, also
+  // beside the one that writes.
   bool create = true;
   // Not empty: Flush publishes the rows as the checkpoint of this name, for whoever opens the
-  // directory next. Empty: Flush only writes them, so that an error shows.
+  // directory next. Empty: Flush only writes them, so that errors show.
   std::string flush_checkpoint = {};
 };
 
@@ -62,8 +67,8 @@ class SsdStore : public Store {
   virtual SsdStoreStats stats() const = 0;
   virtual std::vector<std::string> Checkpoints() const = 0;
   virtual void DeleteCheckpoint(const std::string& name) = 0;
-  // Waits for calls that read, then releases the directory lock. Rows that no checkpoint names are
-  // gone; every later call throws InvalidState.
+  // Waits for running reads, then releases the directory lock. Rows that no checkpoint names are
+  // lost; every later call throws InvalidState.
   virtual void Close() = 0;
   // For tests: walks over the whole index, and throws std::logic_error naming what does not hold.
   virtual void CheckInvariants() const = 0;

@@ -1,20 +1,21 @@
 // Store: something that keeps rows by key. A table over a store is a write-back cache of it.
 //
 // A stored row is [embedding (dim of the table's dtype) | optimizer state (float32)], the first
-// Table::stored_row_bytes() bytes of the row in memory, and travels with its score.
-// All operations take batches: one call for the misses of a training step, one for its victims.
+// Table::stored_row_bytes() bytes of the row in memory, and comes with its score. All operations
+// take batches: one call for the misses of a training step, one for its victims.
 //
-// Thread safety: every method may be called from any thread, and locks for itself. A method may
-// take the GIL (a store written in Python does), so it must never be called by a thread that holds
-// a lock that somebody waits for while holding the GIL: that of PinnedRows is such a lock, the
-// table's own lock is not, since every call of the binding gives the GIL up first.
+// Thread safety: every method may be called from any thread and does its own locking. A method may
+// take the GIL (a store written in Python does). So no caller may hold a lock that another thread
+// waits for with the GIL held: the mutex of PinnedRows is such a lock; the table's lock is not,
+// since every call of the binding releases the GIL first.
 //
-// Failures are exceptions. What a store must promise for "nothing is lost":
+// Failures are exceptions. Invariants, without which rows would be lost:
 //  1. Get, Contains, Scan and ScanKeys change nothing.
 //  2. A Put that throws may have stored some of its rows, but loses none that was there before.
-//  3. What Put took is found by Get from then on, in this process, until it is erased.
-//  4. After Flush it is found by whoever opens the store next, where the store outlives a process
-//     at all; after SaveCheckpoint(name) by LoadCheckpoint(name).
+//  3. In this process, Get finds what Put has stored until it is erased.
+//  4. If the store outlives a process, whoever opens it next finds what was there at the last
+//  Flush.
+//     LoadCheckpoint(name) restores what was there at SaveCheckpoint(name).
 #pragma once
 
 #include <atomic>
@@ -36,13 +37,12 @@ struct StoredRows {
   std::vector<uint64_t> scores;
 };
 
-// A walk over a store. Not thread safe; must not outlive its store.
+// A walk over the rows of a store. Not thread safe; must not outlive its store.
 class StoreScanner {
  public:
   virtual ~StoreScanner() = default;
-  // Replaces `block` with the next rows, at most about max_rows; no rows: the walk is over.
-  // Rows that nobody puts or erases during the walk come exactly once, even where the store itself
-  // moves them.
+  // Replaces `block` with the next rows, at most about max_rows; an empty block ends the walk. Rows
+  // that nobody puts or erases during the walk come exactly once, even if the store moves them.
   virtual void Next(int64_t max_rows, StoredRows& block) = 0;
 };
 
@@ -50,8 +50,8 @@ class StoreScanner {
 class KeyScanner {
  public:
   virtual ~KeyScanner() = default;
-  // Replaces `keys` with the next ones, at most about max_keys; none: the walk is over.
-  // Keys that nobody puts or erases during the walk come at least once.
+  // Replaces `keys` with the next ones, at most about max_keys; no keys end the walk. Keys that
+  // nobody puts or erases during the walk come at least once.
   virtual void Next(int64_t max_keys, std::vector<int64_t>& keys) = 0;
 };
 
@@ -66,29 +66,28 @@ class Store {
   int64_t row_bytes() const { return row_bytes_; }
   virtual int64_t size() const = 0;  // keys
 
-  // rows + i * row_bytes and scores[i] are set where found[i] becomes 1, and are undefined
-  // elsewhere. scores may be null: ask for them only where they are needed, they may cost a read of
-  // their own. Keys may repeat.
+  // Sets rows + i * row_bytes and scores[i] where found[i] becomes 1; they are undefined elsewhere.
+  // scores may be null: request them only when needed, since they may cost a read of their own.
+  // Keys may repeat.
   virtual void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
                    uint8_t* found) const = 0;
   virtual void Contains(std::span<const int64_t> keys, uint8_t* found) const = 0;
-  // Of duplicate keys the last one counts.
+  // The last of duplicate keys wins.
   virtual void Put(std::span<const int64_t> keys, const std::byte* rows,
                    const uint64_t* scores) = 0;
-  // The same for rows that lie apart: rows[i] is where the row of keys[i] is. The default copies
-  // them together.
+  // The same for rows that are not contiguous: rows[i] points to the row of keys[i]. The default
+  // copies them into one array.
   virtual void PutScattered(std::span<const int64_t> keys, const std::byte* const* rows,
                             const uint64_t* scores);
   virtual void Erase(std::span<const int64_t> keys) = 0;
   virtual void Clear() = 0;
   virtual void Flush() {}
   virtual std::unique_ptr<StoreScanner> Scan() const = 0;
-  // In an order in which Get is fast. The default is Scan without its rows.
+  // In an order that makes Get fast. The default is Scan without the rows.
   virtual std::unique_ptr<KeyScanner> ScanKeys() const;
 
-  // Named copies of the contents; in Python and in files they are called snapshots, as in
-  // OneEmbedding. Names are one path component. The defaults throw InvalidState: this store keeps
-  // none.
+  // Named copies of the contents. Python and the files call them snapshots, as OneEmbedding does. A
+  // name is one path component. The defaults throw InvalidState: the store keeps none.
   virtual void SaveCheckpoint(const std::string& name);
   // Replaces the contents, or throws and leaves them as they were.
   virtual void LoadCheckpoint(const std::string& name);
@@ -108,16 +107,16 @@ class Store {
   std::atomic<bool> attached_{false};
 };
 
-// Rows in host memory. Grows as needed; beyond `capacity_rows` (0: no bound) Put throws
+// Rows in host memory. Grows as needed; a Put beyond `capacity_rows` (0: no limit) throws
 // InvalidState and stores nothing.
 std::shared_ptr<Store> MakeMemoryStore(int64_t row_bytes, int64_t capacity_rows);
 
-// Forgets what it is given and finds nothing: a table over it behaves as one without a store.
+// Stores nothing and finds nothing: a table over it behaves like one without a store.
 std::shared_ptr<Store> MakeNullStore(int64_t row_bytes);
 
-// Two tiers as one store: rows are put into `upper`, and moved on to `lower` when there are more
-// than about `upper_rows` of them. Flush and checkpoints reach the lower. Throws InvalidArgument
-// when the sizes of their rows differ.
+// Two tiers as one store: rows go to `upper`, and move down to `lower` when there are more than
+// about `upper_rows` of them. Flush and checkpoints reach the lower. Throws InvalidArgument when
+// their row sizes differ.
 std::shared_ptr<Store> MakeTieredStore(std::shared_ptr<Store> upper, std::shared_ptr<Store> lower,
                                        int64_t upper_rows);
 
