@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embstore.extras import missing
 
@@ -23,11 +23,21 @@ try:
 except ImportError as error:
     raise missing("a module of embstore", "torch", error) from error
 
-from embstore.nn.batch import Pooling, Request, as_key_tensor, as_offsets, as_weights
+from embstore.nn.bags import bag_inputs
+from embstore.nn.batch import Request, as_key_tensor
 from embstore.nn.features import Asked
+from embstore.nn.served import (
+    ServedEmbedding,
+    ServedEmbeddingBag,
+    ServedEmbeddingBagCollection,
+    ServedEmbeddingCollection,
+)
 from embstore.nn.table_module import TableModule
 from embstore.options import TableOptions
 from embstore.table import Table
+
+if TYPE_CHECKING:
+    from embstore.serving.models import ServedTables
 
 
 def _new_table(options: TableOptions) -> Table:
@@ -90,6 +100,9 @@ class Embedding(_SingleTable):
         out = self._run_one(lambda: Asked(Request(self.table, as_key_tensor(ids))))
         return out.view(*ids.shape, self.table.dim).to(ids.device)
 
+    def to_serving(self, tables: ServedTables) -> ServedEmbedding:
+        return ServedEmbedding(self._features, self._dtypes(), tables)
+
 
 class EmbeddingBag(_SingleTable):
     """Sums or means of the vectors of bags of ids, as `torch.nn.EmbeddingBag`."""
@@ -117,6 +130,15 @@ class EmbeddingBag(_SingleTable):
 
         return self._run_one(ask).to(ids.device)
 
+    def to_serving(self, tables: ServedTables) -> ServedEmbeddingBag:
+        return ServedEmbeddingBag(
+            self._features,
+            self._dtypes(),
+            tables,
+            mode=self.mode,
+            include_last_offset=self.include_last_offset,
+        )
+
 
 def ask_bags(
     table: Table,
@@ -128,18 +150,8 @@ def ask_bags(
     include_last: bool,
 ) -> Asked:
     """The request of bags given as in `torch.nn.EmbeddingBag`."""
-    keys = as_key_tensor(ids)
-    if offsets is None:
-        if ids.dim() != 2:
-            raise ValueError(f"ids should have two dimensions without offsets but have: {ids.dim()}")
-        offsets = torch.arange(ids.shape[0] + 1, dtype=torch.int64) * ids.shape[1]
-    else:
-        if ids.dim() != 1:
-            raise ValueError(f"ids should have one dimension with offsets but have: {ids.dim()}")
-        offsets = as_offsets(offsets, keys.numel(), include_last=include_last)
-    pooling = Pooling.MEAN if mode == "mean" else Pooling.SUM
-    values = None if weights is None else as_weights(weights, keys.numel()).detach()
-    return Asked(Request(table, keys, pooling, offsets, values), weights)
+    keys, starts, values, pooling = bag_inputs(ids, offsets, weights, mode, include_last=include_last)
+    return Asked(Request(table, keys, pooling, starts, values), weights)
 
 
 class TableCollection(TableModule):
@@ -198,6 +210,9 @@ class EmbeddingCollection(TableCollection):
             for name, out in self._run(ask).items()
         }
 
+    def to_serving(self, tables: ServedTables) -> ServedEmbeddingCollection:
+        return ServedEmbeddingCollection(self._features, self._dtypes(), tables)
+
 
 class EmbeddingBagCollection(TableCollection):
     """Pooled vectors of several features in one call.
@@ -229,3 +244,6 @@ class EmbeddingBagCollection(TableCollection):
             assert ids is not None
             answers[name] = out.to(ids.device)
         return answers
+
+    def to_serving(self, tables: ServedTables) -> ServedEmbeddingBagCollection:
+        return ServedEmbeddingBagCollection(self._features, self._dtypes(), tables, mode=self.mode)

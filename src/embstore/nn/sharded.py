@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from embstore.arrays import empty_tensor, torch_dtype
+from embstore.arrays import empty_tensor
 from embstore.distributed.exchange import swap, swap_headers
 from embstore.distributed.ranks import TorchRanks, ranks_of
 from embstore.distributed.routing import Route, regroup, route_keys
@@ -297,11 +297,11 @@ def run_sharded(
     else:
         outputs = exchange.forward(access)
     answers: dict[str, torch.Tensor] = {}
+    dtypes = module._dtypes()
     for number, vectors in zip(exchange.routes, outputs, strict=True):
         name = features[number]
-        dtype = module._output_dtype or torch_dtype(module._table_of(name).options.dtype)
-        answers[name] = _pooled(vectors, exchange.asked[name]).to(dtype)
-    return answers
+        answers[name] = _pooled(vectors, exchange.asked[name]).to(dtypes[module._features[name]])
+    return {name: answers[name] for name in exchange.asked}
 
 
 def _pooled(vectors: torch.Tensor, asked: Asked) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from embstore.arrays import engine_dtype
+from embstore.arrays import engine_dtype, torch_dtype
 from embstore.display import as_html
 from embstore.nn.batch import Access, Batch, Request, Update, run_batch
 from embstore.nn.batch import update_rows as update_now
@@ -111,11 +111,13 @@ class TableModule(RowModule):
         if self._owners is not None:
             answers: dict[str, torch.Tensor] = run_sharded(self, self._owners, ask)
             return answers
-        merged = merge(ask())
+        asked = ask()
+        merged = merge(asked)
         outputs = self._answers([m.asked.request for m in merged], [m.asked.weights for m in merged])
-        return {
-            name: part for m, out in zip(merged, outputs, strict=True) for name, part in m.split(out).items()
-        }
+        parts: dict[str, torch.Tensor] = {}
+        for m, out in zip(merged, outputs, strict=True):
+            parts |= m.split(out)
+        return {name: parts[name] for name in asked}
 
     def _answers(
         self, requests: Sequence[Request], weights: Sequence[torch.Tensor | None]
@@ -130,6 +132,13 @@ class TableModule(RowModule):
             return run_in_graph(self, requests, weights)
         batch = self._batch_of(requests)
         return [self._in_dtype(out) for out in run_batch(batch, self._access, self.shadow, weights)]
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Of the vectors of each table."""
+        return {
+            name: self._output_dtype or torch_dtype(table.options.dtype)
+            for name, table in self._tables.items()
+        }
 
     def _table_of(self, feature: str) -> Table:
         return self._tables[self._features[feature]]
