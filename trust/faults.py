@@ -103,7 +103,7 @@ class Run:
                     self._workload.write(data, state)
                 except Exception as error:
                     # A fault strikes once: what is read now is what others would read.
-                    say(("error", state, self._workload.read(data), "is published" in str(error), str(error)))
+                    say(("error", state, self._workload.read(data), "published" in str(error), str(error)))
                     self._workload.write(data, state)
                 say(("state", state))
             say(self._library.fault_disarm())
