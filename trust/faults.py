@@ -118,7 +118,7 @@ class Run:
         for what in said[:-1] if end == "ok" else said:
             if what[0] == "error":
                 _, state, found, published, message = what
-                allowed = (state,) if published else (last,)
+                allowed = (state, last) if published else (last,)
                 assert found in allowed, f"after {message!r} the state is {found}, not {allowed}"
             else:
                 last = what[1]
