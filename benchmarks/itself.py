@@ -2,11 +2,15 @@
 
 evict                      forward with 5 % new ids a batch, each of which evicts a row, in a table at load
                            factor 1.0, against a table as full whose ids are all resident; dim 32
+quality-cost               training steps of tables that keep frequent ids and have a shared row, against
+                           the same with timestamps: with room for all ids, and full with 5 % new ids a batch;
+                           and the forward pass of the full one against one that only hits
 threads-forward-D          the forward half of a training step, 2 threads against 1
 threads-rowwise-adagrad-D  forward + backward + row-wise Adagrad, 2 threads against 1
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,7 +19,7 @@ import embstore
 from .ids import NewIds, zipf_batches
 from .registry import Row, Run, register
 from .static_tables import EPS, GRADIENT_SCALE, LEARNING_RATE
-from .tables import INITIALIZER_BOUND, full_embedding, twin_of
+from .tables import INITIALIZER_BOUND, embedding, fill, full_embedding, twin_of
 from .timing import Side, interleave, rate
 
 SHARE = 0.05
@@ -67,6 +71,76 @@ def evict(run: Run) -> Iterator[Row]:
         yield Row(work, "itself, all hits", threads, their_time / our_time, 0.5, 0.8, detail)
     evicting.table.close()
     hitting.table.close()
+
+
+GOOD = {"score_strategy": "lfu", "admission": "frequency", "shared_rows": 1}
+
+
+@register("quality-cost")
+def quality_cost(run: Run) -> Iterator[Row]:
+    sizes = run.sizes
+    dim, rows = 32, sizes.full_capacity_rows
+    batches = zipf_batches(rows, sizes.batch, sizes.batches)
+    grad = torch.randn(sizes.batch, dim) * GRADIENT_SCALE
+    torch.set_num_threads(1)
+
+    def made(capacity: int, first: int, **options: Any) -> Any:
+        module = embedding(dim, embstore.Adagrad(lr=LEARNING_RATE), capacity, **options)
+        for keys in batches.keys:
+            module(keys)
+        fill(module.table, first, rows)
+        return module
+
+    def measured(
+        ours: Any, theirs: Any, ids: NewIds | None, train: bool, threads: int
+    ) -> tuple[float, float]:
+        batch = [batches.keys[0], batches.keys[0]]
+
+        def side(number: int, module: Any, new: bool) -> Side:
+            def prepare(step: int) -> None:
+                known = batches.keys[step % len(batches.keys)].clone()
+                batch[number] = ids.at(step) if ids and new else known
+
+            def run_step(_: int) -> None:
+                out = module(batch[number])
+                if train:
+                    out.backward(grad)
+
+            return Side(run_step, prepare)
+
+        return interleave(
+            [side(0, ours, True), side(1, theirs, train)],
+            sizes.rounds,
+            sizes.warmup_rounds,
+            first_step=threads << 20,
+            settle_seconds=0,
+        )
+
+    arrivals = NewIds(batches, SHARE, first=1 << 40)
+    cases = [
+        ("Adagrad step, room for all ids", "timestamps", 2 * rows, None, True, 0.95),
+        ("Adagrad step, full, 5 % new ids", "timestamps", rows, arrivals, True, 0.9),
+        ("forward, full, 5 % new ids", "itself, all hits", rows, arrivals, False, 0.8),
+    ]
+    for work, against, capacity, ids, train, wanted in cases:
+        other = {"score_strategy": "timestamp"} if train else GOOD
+        ours, theirs = made(capacity, rows, **GOOD), made(capacity, rows, **other)
+        for threads in run.threads:
+            embstore.set_num_threads(threads)
+            our_time, their_time = measured(ours, theirs, ids, train, threads)
+            stats = ours.table.stats()
+            detail = f"{rate(sizes.batch, our_time, their_time)}; {stats.evictions:,} evictions"
+            yield Row(
+                f"{work}, {rows:,} rows, dim {dim}",
+                against,
+                threads,
+                their_time / our_time,
+                wanted,
+                None,
+                detail,
+            )
+        ours.table.close()
+        theirs.table.close()
 
 
 def two_threads(run: Run, dim: int, train: bool) -> Iterator[Row]:

@@ -46,18 +46,23 @@ def twin_of(weights: torch.Tensor, optimizer: Any) -> Any:
     return module
 
 
+def fill(table: Any, first: int, rows: int) -> None:
+    """Inserts the scattered numbers from `first` on until the table holds so many rows."""
+    for start, end in blocks(first, first + 2 * rows):
+        table.find_or_insert(scatter(np.arange(start, end)))
+        if len(table) >= rows:
+            return
+    raise RuntimeError(f"the table should hold {rows} rows but holds {len(table)}")
+
+
 def full_embedding(dim: int, optimizer: Any, capacity_rows: int, first: int) -> Any:
     """An embstore.Embedding at load factor 1.0, filled with the scattered numbers from `first` on.
 
     Buckets fill unevenly, so it takes about half as many keys again until the last one is full.
     """
     module = embedding(dim, optimizer, capacity_rows, score_strategy="timestamp")
-    table = module.table
-    for start, end in blocks(first, first + 2 * capacity_rows):
-        table.find_or_insert(scatter(np.arange(start, end)))
-        if len(table) == table.capacity:
-            return module
-    raise RuntimeError(f"the table should be full but holds {len(table)} of {table.capacity} rows")
+    fill(module.table, first, capacity_rows)
+    return module
 
 
 def require_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -57,8 +57,10 @@ nb::tuple PyReduce(const GradientRequest& request) {
   }
   const auto n = reduced->keys.size();
   const auto dim = static_cast<size_t>(request.slots->table().dim());
-  return nb::make_tuple(nb::ndarray<nb::numpy, int64_t>(reduced->keys.data(), {n}, owner),
-                        nb::ndarray<nb::numpy, float>(reduced->sums.data(), {n, dim}, owner));
+  return nb::make_tuple(
+      nb::ndarray<nb::numpy, int64_t>(reduced->keys.data(), {n}, owner),
+      nb::ndarray<nb::numpy, float>(reduced->sums.data(), {n, dim}, owner),
+      nb::ndarray<nb::numpy, int64_t>(reduced->shared.data(), {reduced->shared.size()}, owner));
 }
 
 }  // namespace

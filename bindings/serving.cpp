@@ -126,6 +126,14 @@ void BindServing(nb::module_& m) {
           },
           "removed"_a, "n"_a, "parts"_a)
       .def(
+          "with_shared",
+          [](const ServedTable& self, int64_t rows, int by, uintptr_t numbers, int64_t n,
+             uintptr_t values) {
+            return std::const_pointer_cast<ServedTable>(self.WithShared(
+                rows, static_cast<Ownership>(by), Keys(numbers, n), Address<const float>(values)));
+          },
+          "rows"_a, "by"_a, "numbers"_a, "n"_a, "values"_a)
+      .def(
           "save_index",
           [](const ServedTable& self, const std::string& path, uint32_t keys_crc) {
             self.base().Save(path, keys_crc);

@@ -50,7 +50,9 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
                                  int initializer, const std::vector<double>& initializer_values,
                                  int score_strategy, bool evict_least_used, uint64_t seed,
                                  int eviction_log, int64_t eviction_log_capacity,
-                                 int64_t admission_threshold, std::shared_ptr<Store> store) {
+                                 int64_t admission_threshold, bool admit_by_frequency,
+                                 int64_t half_life, int64_t shared_rows, int shared_by,
+                                 bool start_from_shared, std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -65,6 +67,11 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.eviction_log = static_cast<EvictionLog>(eviction_log);
   options.eviction_log_capacity = eviction_log_capacity;
   options.admission_threshold = admission_threshold;
+  options.admit_by_frequency = admit_by_frequency;
+  options.half_life = half_life;
+  options.shared_rows = shared_rows;
+  options.shared_by = static_cast<Ownership>(shared_by);
+  options.start_from_shared = start_from_shared;
   options.store = std::move(store);
   return Table::Create(options);
 }
@@ -167,7 +174,8 @@ void BindTable(nb::module_& m) {
            "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a, "optimizer"_a,
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
            "evict_least_used"_a, "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a,
-           "admission_threshold"_a, "store"_a.none())
+           "admission_threshold"_a, "admit_by_frequency"_a, "half_life"_a, "shared_rows"_a,
+           "shared_by"_a, "start_from_shared"_a, "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -231,6 +239,16 @@ void BindTable(nb::module_& m) {
             return ApplyGradientsByKey(table, Keys(keys, n), view, step, renew_scores);
           },
           Unlocked())
+      .def(
+          "apply_gradients_to_shared",
+          [](Table& table, uintptr_t numbers, int64_t n, uintptr_t gradients,
+             const StepOptions& step) {
+            VectorsView view;
+            view.base = Address<void>(gradients);
+            view.stride = table.dim();
+            ApplyGradientsToShared(table, Keys(numbers, n), view, step);
+          },
+          Unlocked())
       .def("clear", &Table::Clear, Unlocked())
       .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)
       .def("export",
@@ -254,7 +272,8 @@ void BindTable(nb::module_& m) {
              const auto n = changes.removed.size();
              return nb::make_tuple(
                  ToArrays(std::move(changes.rows), table.dim(), table.state_width()),
-                 ToNumpy(std::move(changes.removed), n));
+                 ToNumpy(std::move(changes.removed), n),
+                 ToArrays(std::move(changes.shared), table.dim(), table.state_width()));
            })
       .def(
           "restore_changes",
@@ -262,8 +281,24 @@ void BindTable(nb::module_& m) {
             table.RestoreChanges(Keys(changed, n), Keys(removed, m));
           },
           Unlocked())
-      .def("admission_counters",
+      .def("shared_rows",
            [](const Table& table) {
+             RowBlock block;
+             {
+               nb::gil_scoped_release unlocked;
+               block = table.SharedRows();
+             }
+             return ToArrays(std::move(block), table.dim(), table.state_width());
+           })
+      .def(
+          "assign_shared",
+          [](Table& table, uintptr_t numbers, int64_t n, uintptr_t values, uintptr_t states) {
+            table.AssignShared(Keys(numbers, n), Address<const float>(values),
+                               Address<const float>(states));
+          },
+          Unlocked())
+      .def("admission_counters",
+           [](Table& table) {
              std::vector<uint16_t> counters;
              {
                nb::gil_scoped_release unlocked;
@@ -321,6 +356,12 @@ void BindTable(nb::module_& m) {
       .def(nb::init<std::shared_ptr<Table>>(), Unlocked(), "table"_a)
       .def_prop_ro(
           "rows", [](PySnapshot& self) { return self.snapshot->rows(); }, Unlocked())
+      .def_prop_ro("shared",
+                   [](const PySnapshot& self) {
+                     const Table& table = self.snapshot->table();
+                     return ToArrays(RowBlock(self.snapshot->shared()), table.dim(),
+                                     table.state_width());
+                   })
       .def(
           "read",
           [](PySnapshot& self, int64_t max_rows, uintptr_t keys, uintptr_t values, uintptr_t states,

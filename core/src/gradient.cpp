@@ -11,6 +11,7 @@
 #include "embstore/lookup.h"
 #include "embstore/parallel.h"
 #include "grouping.h"
+#include "importance.h"
 
 namespace embstore {
 namespace {
@@ -130,6 +131,7 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
       tasks.emplace_back(&work, partition);
     }
   }
+  std::vector<std::vector<SharedGradient>> of_shared_rows(tasks.size());
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     const auto& [work, partition] = tasks[static_cast<size_t>(task)];
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
@@ -149,7 +151,19 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,
                            sorted.data(), static_cast<int64_t>(sorted.size()), work->gradients,
                            scratch.data());
+    if (table.scores_gradients() && !work->request->by_number) {
+      of_shared_rows[static_cast<size_t>(task)] =
+          AddImportance(*work->request->slots, sorted, work->gradients);
+    }
   });
+  // Rows are in the order of tasks and occurrences of a row in the order of the batch, whatever the
+  // number of threads.
+  for (size_t task = 0; task < tasks.size(); ++task) {
+    const SlotList& slots = *tasks[task].first->request->slots;
+    for (const SharedGradient& gradient : of_shared_rows[task]) {
+      slots.table().AddToSketch(slots.keys()[gradient.index], gradient.norm);
+    }
+  }
 }
 
 ReducedGradients ReduceGradients(const GradientRequest& request) {
@@ -184,6 +198,11 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
       result.keys[static_cast<size_t>(at++)] = request.slots->keys()[items[i].index];
     }
   });
+  for (const std::span<Occurrence>& items : sorted) {
+    for (size_t i = 0; i < items.size() && table.IsShared(static_cast<Row>(items[i].row)); ++i) {
+      if (i == 0 || items[i].row != items[i - 1].row) result.shared.push_back(items[i].row);
+    }
+  }
   return result;
 }
 
@@ -219,7 +238,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
     std::unique_lock guard(table.lock());
     table.RequireOpen();
     if (table.store()) table.BringUp(keys, list.rows());
-    if (renew_scores) table.FindAll(keys, list.rows(), table.NextBatchScore());
+    if (renew_scores) table.FindAll(keys, list.rows(), table.NextBatchScore(n));
     // Later another thread may erase keys, which rewrites the list.
     missing = std::count(list.rows(), list.rows() + n, kMissingRow);
   } else {
@@ -228,6 +247,13 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
     table.FindAll(keys, list.rows(), {ScoreUpdate::kKeep, 0});
     missing = std::count(list.rows(), list.rows() + n, kMissingRow);
   }
+  if (missing > 0 && table.has_shared_rows()) {
+    std::shared_lock guard(table.lock());
+    for (int64_t i = 0; i < n; ++i) {
+      Row& row = list.rows()[i];
+      if (row == kMissingRow) row = table.SharedRow(keys[static_cast<size_t>(i)]);
+    }
+  }
   // Between the two locks the list keeps its rows where they are, or follows them.
   GradientRequest request;
   request.slots = &list;
@@ -235,6 +261,26 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
   request.step = step;
   ApplyGradients({&request, 1});
   return missing;
+}
+
+void ApplyGradientsToShared(Table& table, std::span<const int64_t> numbers,
+                            const VectorsView& gradients, const StepOptions& step) {
+  RequireBatchSize(numbers.size());
+  const SlotList list(table.shared_from_this(), numbers);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i] < 0 || numbers[i] >= table.options().shared_rows) {
+      throw InvalidArgument("numbers should be below shared_rows (" +
+                            std::to_string(table.options().shared_rows) +
+                            ") but one is: " + std::to_string(numbers[i]));
+    }
+    list.rows()[i] = static_cast<Row>(numbers[i]);
+  }
+  GradientRequest request;
+  request.slots = &list;
+  request.gradients = gradients;
+  request.step = step;
+  request.by_number = true;
+  ApplyGradients({&request, 1});
 }
 
 }  // namespace embstore

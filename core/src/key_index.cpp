@@ -60,9 +60,7 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
   Check(bucket_capacity_ >= 16 && bucket_capacity_ <= 16384 && bucket_capacity_ % 16 == 0,
         "bucket_capacity", "a multiple of 16 between 16 and 16384",
         static_cast<double>(bucket_capacity_));
-  Check(max_capacity_ >= bucket_capacity_, "max_capacity",
-        "at least bucket_capacity (" + std::to_string(bucket_capacity_) + ")",
-        static_cast<double>(max_capacity_));
+  Check(max_capacity_ >= 1, "max_capacity", "at least 1", static_cast<double>(max_capacity_));
   Check(max_capacity_ <= kMaxCapacity, "max_capacity", "at most " + std::to_string(kMaxCapacity),
         static_cast<double>(max_capacity_));
   Check(options.init_capacity >= 1, "init_capacity", "at least 1",

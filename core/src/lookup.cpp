@@ -32,7 +32,10 @@ struct Work {
 
   Work(const LookupRequest* from, Row* to) : request(from), numbers(to) {}
 
-  bool has_store() const { return request->table->store() != nullptr; }
+  // Whether a missing key may read something else than zero in evaluation.
+  bool has_more() const {
+    return request->table->store() != nullptr || request->table->has_shared_rows();
+  }
   bool pooled() const { return request->pooling != Pooling::kNone; }
   const float* extra_rows() const { return extra.empty() ? nullptr : extra.data(); }
 
@@ -149,8 +152,14 @@ struct Work {
     }
   }
 
-  // Training: initial values for the keys that are not to be stored yet.
+  // Training: shared rows, or else initial values, for the keys that are not to be stored yet.
   void UseInitialValues() {
+    if (request->table->has_shared_rows()) {
+      request->table->UseShared(request->keys.data(), numbers, missing);  // those that were refused
+      request->table->UseShared(request->keys.data(), numbers, waiting);
+      waiting.clear();
+      return;
+    }
     const auto dim = static_cast<size_t>(request->table->dim());
     extra.resize(waiting.size() * dim);
     for (size_t j = 0; j < waiting.size(); ++j) {
@@ -159,8 +168,8 @@ struct Work {
     }
   }
 
-  // Evaluation: vectors from the store below, else initial values where they are wanted. What is
-  // left reads zero, as Answer wrote it.
+  // Evaluation: vectors from the store below, else shared rows, else initial values where they are
+  // wanted. What is left reads zero, as Answer wrote it.
   void UseOtherVectors(bool initial) {
     const Table& table = *request->table;
     const auto dim = static_cast<size_t>(table.dim());
@@ -171,6 +180,9 @@ struct Work {
       float* vector = extra.data() + j * dim;
       if (const std::byte* row = below.Find(key).data) {
         ActiveKernels().load_vector(row, table.dim(), table.options().dtype, vector);
+      } else if (const Row shared = table.SharedRow(key); shared != kMissingRow) {
+        numbers[missing[j]] = shared;
+        continue;
       } else if (initial) {
         InitialVector(missing[j], vector);
       } else {
@@ -218,7 +230,7 @@ void InsertAll(std::vector<Work>& works) {
   const auto insert = [](Work& work) {
     work.refused =
         work.request->table->InsertMissing(work.request->keys.data(), work.numbers, work.missing,
-                                           work.score.score, work.request->initial);
+                                           work.score.score, work.request->initial, work.waiting);
   };
   // Many tables share the threads between them, few share them inside.
   if (static_cast<int>(busy.size()) >= NumThreads()) {
@@ -242,7 +254,7 @@ void Run(std::vector<Work>& works, Access access) {
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();
-    if (access == Access::kReadInitial || (access == Access::kReadZero && work.has_store())) {
+    if (access == Access::kReadInitial || (access == Access::kReadZero && work.has_more())) {
       work.UseOtherVectors(access == Access::kReadInitial);
     }
     if (access == Access::kTrain) {
@@ -250,7 +262,7 @@ void Run(std::vector<Work>& works, Access access) {
           static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
     }
     // Zeros are already there.
-    again |= !work.missing.empty() && (access != Access::kReadZero || work.has_store());
+    again |= !work.missing.empty() && (access != Access::kReadZero || work.has_more());
     if (access == Access::kTrain) {
       work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing,
                                                 work.request->admitted);
@@ -328,7 +340,9 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
     works.emplace_back(&requests[i], results[i].slots->rows());
   }
   for (const Work& work : works) work.request->table->RequireScore();
-  for (Work& work : works) work.score = work.request->table->NextBatchScore();
+  for (Work& work : works) {
+    work.score = work.request->table->NextBatchScore(std::ssize(work.request->keys));
+  }
   Run(works, access);
   for (size_t i = 0; i < works.size(); ++i) results[i].refused = works[i].refused;
   return results;

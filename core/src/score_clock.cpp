@@ -13,9 +13,20 @@ uint64_t NowNanoseconds() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000ULL + static_cast<uint64_t>(now.tv_nsec);
 }
 
+// A new row has to have a score before its first gradient arrives.
+constexpr double kLeastImportance = 1e-12;
+
 }  // namespace
 
-BatchScore ScoreClock::Next() {
+BatchScore ScoreClock::Next(int64_t keys) {
+  if (ages()) {
+    const bool counts = strategy_ == ScoreStrategy::kAgedLfu;
+    const uint64_t score = AgedScore(counts ? 1.0 : kLeastImportance, half_life_);
+    ticks_ += age_.in_batches ? 1 : keys;
+    half_life_ += ticks_ / age_.length;
+    ticks_ %= age_.length;
+    return {counts ? ScoreUpdate::kAge : ScoreUpdate::kKeep, score};
+  }
   switch (strategy_) {
     case ScoreStrategy::kTimestamp:
     case ScoreStrategy::kNoEviction:
@@ -27,13 +38,17 @@ BatchScore ScoreClock::Next() {
     case ScoreStrategy::kCustomized:
       RequireScore();
       return {ScoreUpdate::kSet, custom_score_};
-    case ScoreStrategy::kLfu:
-      break;
+    default:
+      return {ScoreUpdate::kCount, 1};
   }
-  return {ScoreUpdate::kCount, 1};
 }
 
 uint64_t ScoreClock::Peek() {
+  if (ages()) {
+    const auto fraction = static_cast<unsigned __int128>(ticks_) << kAgedFractionBits;
+    return static_cast<uint64_t>(kAgedBias + half_life_) << kAgedFractionBits |
+           static_cast<uint64_t>(fraction / static_cast<uint64_t>(age_.length));
+  }
   switch (strategy_) {
     case ScoreStrategy::kTimestamp:
     case ScoreStrategy::kNoEviction: {
@@ -45,10 +60,9 @@ uint64_t ScoreClock::Peek() {
       return step_;
     case ScoreStrategy::kCustomized:
       return custom_score_;
-    case ScoreStrategy::kLfu:
-      break;
+    default:
+      return 0;
   }
-  return 0;
 }
 
 void ScoreClock::RequireScore() const {
@@ -69,6 +83,19 @@ void ScoreClock::set_custom_score(uint64_t score) {
 }
 
 void ScoreClock::set_step(uint64_t step) {
+  if (ages()) {
+    const auto exponent = static_cast<int64_t>(step >> kAgedFractionBits);
+    if (exponent < kAgedBias) {
+      throw InvalidArgument("score should be one that an aged table gave, for table '" + table_ +
+                            "', but is: " + std::to_string(step));
+    }
+    half_life_ = exponent - kAgedBias;
+    const auto ticks =
+        static_cast<unsigned __int128>(step % kAgedOne) * static_cast<uint64_t>(age_.length) +
+        (kAgedOne - 1);
+    ticks_ = static_cast<int64_t>(ticks >> kAgedFractionBits);
+    return;
+  }
   if (strategy_ != ScoreStrategy::kStep) {
     throw InvalidArgument("step should be set only on a table whose strategy is step, and '" +
                           table_ + "' has another");

@@ -138,6 +138,27 @@ std::shared_ptr<const ServedTable> ServedTable::With(std::span<const int64_t> re
   return next;
 }
 
+std::shared_ptr<const ServedTable> ServedTable::WithShared(int64_t rows, Ownership by,
+                                                           std::span<const int64_t> numbers,
+                                                           const float* values) const {
+  std::shared_ptr<ServedTable> next(new ServedTable(*this));
+  auto shared = std::make_shared<SharedVectors>();
+  shared->rows = rows;
+  shared->by = by;
+  shared->vectors.resize(static_cast<size_t>(rows), nullptr);
+  shared->values.assign(values, values + std::ssize(numbers) * options_.dim);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i] < 0 || numbers[i] >= rows) {
+      throw InvalidArgument("shared rows of table '" + options_.name + "' should be below " +
+                            std::to_string(rows) + " but one is: " + std::to_string(numbers[i]));
+    }
+    shared->vectors[static_cast<size_t>(numbers[i])] =
+        shared->values.data() + static_cast<int64_t>(i) * options_.dim;
+  }
+  next->shared_ = rows > 0 ? std::move(shared) : nullptr;
+  return next;
+}
+
 size_t ServedTable::private_bytes() const {
   return pages_.size() * sizeof(Page) + (overlay_ ? overlay_->bytes() : 0);
 }
@@ -165,6 +186,13 @@ void ServedTable::Decode(const std::byte* row, float* out) const {
 
 void ServedTable::ReadMissing(int64_t key, float* out) const {
   const int64_t dim = options_.dim;
+  if (shared_) {
+    const uint32_t number = Owner(key, static_cast<uint32_t>(shared_->rows), shared_->by);
+    if (const float* vector = shared_->vectors[number]) {
+      std::copy_n(vector, dim, out);
+      return;
+    }
+  }
   if (!initializer_) {
     std::fill_n(out, dim, 0.0f);
     return;

@@ -45,6 +45,8 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes)
   std::unique_lock guard(table_->lock_);
   table_->RequireOpen();
   marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity_));
+  shared_ = std::make_unique<RowBlock>(table_->CollectShared());
+  for (Row row = 0; row < table_->options_.shared_rows; ++row) mark(row).store(kSettled);
   resident_rows_ = table_->index_->size();
   listed_ = !table_->below_.exists();
   older_ = std::exchange(table_->snapshot_, this);

@@ -1,6 +1,8 @@
 #include "embstore/table.h"
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -13,6 +15,7 @@ namespace {
 
 constexpr int64_t kRowAlignment = 16;
 constexpr int64_t kMaxDim = 1 << 16;
+constexpr int64_t kMaxSharedRows = 1 << 16;
 
 int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -29,6 +32,22 @@ const TableOptions& Validated(const TableOptions& options) {
     throw InvalidArgument("eviction_log_capacity should be at least 1 but is: " +
                           std::to_string(options.eviction_log_capacity));
   }
+  const auto check = [&](bool ok, const std::string& message) {
+    if (!ok) throw InvalidArgument(message);
+  };
+  check(options.shared_rows >= 0 && options.shared_rows <= kMaxSharedRows,
+        "shared_rows should be between 0 and " + std::to_string(kMaxSharedRows) +
+            " but is: " + std::to_string(options.shared_rows));
+  check(options.half_life >= 0,
+        "half_life should be at least 0 but is: " + std::to_string(options.half_life));
+  if (options.admit_by_frequency) {
+    check(options.score_strategy == ScoreStrategy::kAgedLfu ||
+              options.score_strategy == ScoreStrategy::kImportance,
+          "admit_by_frequency should come with an aged score strategy");
+    check(!options.store, "admit_by_frequency should come without a store, which has every row");
+    check(options.admission_threshold == 0,
+          "admit_by_frequency should come without admission_threshold");
+  }
   Validate(options.initializer);
   Validate(options.optimizer);
   const int64_t row_bytes = StoredRowBytes(options.dim, options.dtype, options.optimizer);
@@ -41,7 +60,20 @@ const TableOptions& Validated(const TableOptions& options) {
   return options;
 }
 
+// So few keys are in a class that the one with the smallest score is found soon; in a table of a
+// few buckets they are all in one.
+int ClassBits(int64_t max_capacity) {
+  constexpr int64_t kSmall = 1024, kKeysPerClass = 128;
+  if (max_capacity <= kSmall) return 0;
+  return std::bit_width(static_cast<uint64_t>(max_capacity / kKeysPerClass)) - 1;
+}
+
 }  // namespace
+
+int64_t DefaultHalfLife(int64_t max_capacity) {
+  constexpr int64_t kLeastKeys = 1 << 15;
+  return std::max(kLeastKeys, 2 * max_capacity);
+}
 
 void RequireBatchSize(size_t keys) {
   if (keys < size_t{1} << 31) return;
@@ -76,15 +108,22 @@ Table::Table(const TableOptions& options)
       state_offset_(StateOffset(options.dim, options.dtype)),
       row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
       initializer_(options.initializer, options.seed, options.name),
-      clock_(options.score_strategy, options.name) {
+      clock_(options.score_strategy,
+             options.half_life > 0
+                 ? HalfLife{options.half_life, /*in_batches=*/true}
+                 : HalfLife{DefaultHalfLife(options.index.max_capacity), /*in_batches=*/false},
+             options.name) {
   options_.index.seed = options.seed;  // stays the index's own when the table gets another seed
   index_.emplace(options_.index);
-  row_capacity_ = index_->capacity();
+  row_capacity_ = index_->capacity() + options.shared_rows;
   row_limit_ = evicts() ? index_->max_capacity() : KeyIndex::kMaxCapacity;
   RequireAvailableMemory(
       index_->bytes() + static_cast<size_t>(row_capacity_ * row_stride_),
       "table '" + options.name + "' with " + std::to_string(row_capacity_) + " rows");
   rows_ = RowHeap(row_stride_, row_capacity_);
+  rows_.Take(options.shared_rows);
+  shared_used_.resize(static_cast<size_t>(options.shared_rows), 0);
+  class_bits_ = ClassBits(options.index.max_capacity);
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (counts_apart()) uses_.resize(static_cast<size_t>(row_capacity_), 0);
   below_.Attach(options_.store, row_capacity_);
@@ -124,6 +163,8 @@ void Table::Close() {
   pins_.Clear();
   changes_.reset();
   uses_ = {};
+  sketch_.reset();
+  floors_ = {};
 }
 
 RowsView Table::rows() const {
@@ -141,6 +182,7 @@ TableStats Table::stats() const {
     stats.max_capacity = std::max(index_->max_capacity(), stats.capacity);
     stats.bytes = static_cast<int64_t>(index_->bytes()) + rows_.bytes();
     if (admission_) stats.bytes += admission_->bytes();
+    if (sketch_) stats.bytes += sketch_->bytes();
   }
   return stats;
 }
@@ -189,11 +231,12 @@ void Table::set_seed(uint64_t seed) {
 void Table::MakeRoom(int64_t rows) {
   const std::string purpose =
       "growing table '" + options_.name + "' to " + std::to_string(rows) + " rows";
-  rows_.Require(rows, purpose);
-  if (rows > row_capacity_) {
+  const int64_t numbers = rows + options_.shared_rows;
+  rows_.Require(numbers, purpose);
+  if (numbers > row_capacity_) {
     // A little more each time, so that marks are not extended with every batch.
-    const int64_t capacity =
-        std::max(rows, std::min(row_capacity_ + row_capacity_ / 8, row_limit_));
+    const int64_t capacity = std::max(
+        numbers, std::min(row_capacity_ + row_capacity_ / 8, row_limit_ + options_.shared_rows));
     rows_.Grow(capacity);
     if (snapshot_) snapshot_->Grow(capacity);
     if (changes_) changes_->Grow(capacity);
@@ -220,8 +263,11 @@ void Table::Reserve(int64_t rows) {
 }
 
 void Table::InitRow(Row row, int64_t key, const float* initial, float* scratch) {
+  const Row shared = initial || !options_.start_from_shared ? kMissingRow : SharedRow(key);
   if (initial) {
     ActiveKernels().store_vector(initial, options_.dim, options_.dtype, rows_.at(row));
+  } else if (shared != kMissingRow) {
+    std::memcpy(rows_.at(row), rows_.at(shared), static_cast<size_t>(state_offset_));
   } else if (options_.dtype == DType::kFloat32) {
     initializer_.Fill(key,
                       {reinterpret_cast<float*>(rows_.at(row)), static_cast<size_t>(options_.dim)});

@@ -57,7 +57,7 @@ Table::Changes Table::TakeChanges(bool with_states) {
   index_->VisitAll([&](Slot, const IndexEntry& entry) {
     if (changes_->IsMarked(entry.row)) changed.push_back(entry);
   });
-  Changes taken{Collect(changed, true, with_states), {}};
+  Changes taken{Collect(changed, true, with_states), CollectShared(), {}};
   for (int64_t key : changes_->removed()) {
     if (index_->Find(key) == kNoSlot) taken.removed.push_back(key);
   }

@@ -6,22 +6,9 @@
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
+#include "newcomers.h"
 
 namespace embstore {
-
-// The distinct keys among the missing ones, and what becomes of them.
-struct Table::Newcomers {
-  std::vector<uint32_t> first;   // where each occurs first, ascending
-  std::vector<uint32_t> number;  // which of them missing[i] is
-  std::vector<uint64_t> hashes, scores;
-  std::vector<Row> rows;
-  std::vector<Evicted> evicted;  // of the newcomers from `plain` on; slot == kNoSlot: none
-  std::vector<uint8_t> aside;    // its stripe has no place for it
-  int64_t plain = 0;             // the first ones get free rows
-  RecycledBuffer scratch;        // a vector for each task of FillRows
-
-  int64_t size() const { return std::ssize(first); }
-};
 
 Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> missing,
                                  uint64_t score, const uint64_t* scores,
@@ -41,8 +28,8 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
       fresh.first.push_back(missing[i]);
       fresh.hashes.push_back(hash);
       fresh.scores.push_back(score);
-    } else if (counts_occurrences() && !scores) {
-      ++fresh.scores[number];
+    } else if (counts_occurrences() && !scores_gradients() && !scores) {
+      fresh.scores[number] = SumOfScores(fresh.scores[number], score);
     }
     fresh.number[i] = number;
     if (scores) fresh.scores[number] = scores[missing[i]];
@@ -51,7 +38,7 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
   for (int64_t j = 0; adds_up && j < fresh.size(); ++j) {
     uint64_t& own = fresh.scores[static_cast<size_t>(j)];
     const uint64_t before = below.Find(keys[fresh.first[static_cast<size_t>(j)]]).score;
-    own = own > UINT64_MAX - before ? UINT64_MAX : own + before;
+    own = SumOfScores(own, before);
   }
   fresh.rows.resize(fresh.first.size(), kMissingRow);
   fresh.aside.resize(fresh.first.size(), 0);
@@ -100,7 +87,7 @@ void Table::EvictAside(Newcomers& fresh) {
 
 // Threads share the work by stripe, so that the keys of one stripe come in the order of the batch
 // whatever the number of threads.
-void Table::Place(const int64_t* keys, Newcomers& fresh) {
+void Table::Place(const int64_t* keys, Newcomers& fresh, bool may_evict) {
   constexpr int64_t kWorthSharing = 256;
   const int64_t n = fresh.size();
   const int64_t parts = n < kWorthSharing ? 1 : NumThreads();
@@ -118,10 +105,11 @@ void Table::Place(const int64_t* keys, Newcomers& fresh) {
       const uint64_t hash = fresh.hashes[at];
       if (parts > 1 && index_->StripeOf(hash) % parts != part) continue;
       if (fresh.rows[at] == kMissingRow) {
-        const Slot slot = Victim(hash);
+        const Slot slot = may_evict ? Victim(hash) : kNoSlot;
         if (slot == kNoSlot) continue;
         Evict(slot, j, fresh);
       }
+      LowerFloor(hash, fresh.scores[at]);
       const IndexEntry entry{keys[fresh.first[at]], fresh.scores[at], fresh.rows[at]};
       fresh.aside[at] = !index_->Insert(entry, hash);
     }
@@ -183,14 +171,16 @@ void Table::Unpin(std::span<const Evicted> evicted, const Row* own) {
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                             uint64_t score, const float* initial) {
+                             uint64_t score, const float* initial,
+                             std::vector<uint32_t>& unadmitted) {
   if (missing.empty()) return 0;
-  return InsertMissing(keys, rows, missing, score, nullptr, Fetch(keys, missing), initial);
+  return InsertMissing(keys, rows, missing, score, nullptr, Fetch(keys, missing), initial,
+                       options_.admit_by_frequency ? &unadmitted : nullptr);
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                              uint64_t score, const uint64_t* scores, const FetchedRows& below,
-                             const float* initial) {
+                             const float* initial, std::vector<uint32_t>* unadmitted) {
   if (missing.empty()) return 0;
   if (snapshot_ && below_.exists()) snapshot_->PreserveBelow(keys, missing, below);
   // What may fail for want of memory comes first, or can be taken back.
@@ -211,8 +201,12 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   }
   std::vector<Evicted> evicted;
   try {
-    if (fresh.plain < n && index_->overflow_size() > 0) EvictAside(fresh);
-    Place(keys, fresh);
+    if (unadmitted) {
+      Contest(keys, fresh);
+    } else if (fresh.plain < n && index_->overflow_size() > 0) {
+      EvictAside(fresh);
+    }
+    Place(keys, fresh, /*may_evict=*/!unadmitted);
     std::copy_if(fresh.evicted.begin(), fresh.evicted.end(), std::back_inserter(evicted),
                  [](const Evicted& gone) { return gone.slot != kNoSlot; });
     if (snapshot_ && below_.exists()) {
@@ -233,12 +227,18 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   FillRows(keys, fresh, below, initial);
   int64_t refused = std::count(fresh.rows.begin(), fresh.rows.end(), kMissingRow);
   stats_.inserts += n - refused;
+  if (unadmitted) refused = 0;
   if (refused && MayExceedBudget()) {
     InsertBeyondBudget(keys, fresh, below, initial);
     refused = 0;
   }
   stats_.refusals += refused;
-  for (size_t i = 0; i < missing.size(); ++i) rows[missing[i]] = fresh.rows[fresh.number[i]];
+  for (size_t i = 0; i < missing.size(); ++i) {
+    const Row row = rows[missing[i]] = fresh.rows[fresh.number[i]];
+    if (!unadmitted || row != kMissingRow) continue;
+    unadmitted->push_back(missing[i]);
+    ++stats_.unadmitted;
+  }
   if (counts_apart()) {
     for (const Row row : fresh.rows) {
       if (row != kMissingRow) uses_[static_cast<size_t>(row)] = 0;
@@ -268,7 +268,7 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
         RecycledBuffer(static_cast<size_t>(FillTasks(rest.size()) * options_.dim) * sizeof(float));
     MakeRoom(index_->size() + rest.size());
     try {
-      Place(keys, rest);
+      Place(keys, rest, /*may_evict=*/false);
     } catch (...) {
       Undo(keys, rest);
       throw;
@@ -293,34 +293,6 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
   }
   FillRows(keys, rest, below, initial);
   stats_.inserts += rest.size();
-}
-
-std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& missing,
-                                   const uint8_t* admitted) {
-  if (missing.empty()) return {};
-  if (admitted) {
-    std::vector<uint32_t> waiting;
-    std::erase_if(missing, [&](uint32_t i) {
-      if (!admitted[i]) waiting.push_back(i);
-      return !admitted[i];
-    });
-    stats_.unadmitted += std::ssize(waiting);
-    return waiting;
-  }
-  if (!admission_) return {};
-  // Keys that come once or twice outnumber those that stay.
-  constexpr int64_t kTrackedPerRow = 4;
-  admission_->Reserve(kTrackedPerRow * index_->capacity());
-  for (const uint32_t i : missing) admission_->Count(keys[i]);
-  const FetchedRows below = Fetch(keys, missing);  // what was stored once stays so
-  const auto first = std::stable_partition(missing.begin(), missing.end(), [&](uint32_t i) {
-    return admission_->IsAdmitted(keys[i]) || below.Find(keys[i]).data != nullptr;
-  });
-  std::vector<uint32_t> waiting(first, missing.end());
-  missing.erase(first, missing.end());
-  for (const uint32_t i : missing) admission_->Forget(keys[i]);
-  stats_.unadmitted += static_cast<int64_t>(waiting.size());
-  return waiting;
 }
 
 void Table::LogEvictions(std::span<Evicted> evicted) {

@@ -1,4 +1,5 @@
 // The invariants of table.h, checked in full. Tests call it after what is hard to get right.
+#include <algorithm>
 #include <cstring>
 #include <shared_mutex>
 #include <vector>
@@ -13,6 +14,7 @@ void Table::CheckInvariants() const {
   RequireOpen();
   index_->CheckInvariants();
   std::vector<uint8_t> in_use(static_cast<size_t>(rows_.used()), 0);
+  std::fill_n(in_use.begin(), options_.shared_rows, uint8_t{3});
   index_->VisitAll([&](Slot, const IndexEntry& entry) {
     RequireInvariant(entry.row >= 0 && entry.row < rows_.used(), "a key has a row that was taken");
     RequireInvariant(!in_use[static_cast<size_t>(entry.row)], "a row belongs to one key");
@@ -23,11 +25,15 @@ void Table::CheckInvariants() const {
     RequireInvariant(!in_use[static_cast<size_t>(row)], "a free row belongs to no key");
     in_use[static_cast<size_t>(row)] = 2;
   });
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    RequireInvariant(floors_.empty() || entry.score >= floors_[ClassOf(index_->Hash(entry.key))],
+                     "no score is below the floor of its class");
+  });
   for (const uint8_t use : in_use) RequireInvariant(use != 0, "a taken row is in use or free");
   pins_.VisitLists([&](const SlotList& list) {
     for (int64_t i = 0; i < list.size(); ++i) {
       const Row row = list.rows()[i];
-      RequireInvariant(row == kMissingRow || row == FindRow(list.keys()[i]),
+      RequireInvariant(row == kMissingRow || IsShared(row) || row == FindRow(list.keys()[i]),
                        "a list names the rows of its keys");
     }
   });

@@ -168,7 +168,8 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   const auto list = std::make_unique<SlotList>(shared_from_this(), keys);
   std::unique_lock guard(lock_);
   RequireOpen();
-  const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore();
+  const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore(n);
+  floors_.clear();  // scores may fall
   // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
   // them.
   if (scores && n > 0) clock_.RaiseAbove(*std::max_element(scores, scores + n));
@@ -299,11 +300,20 @@ void Table::SetOptimizer(const OptimizerOptions& optimizer) {
     if (tracks_dirty()) MarkDirty(entry.row);
     std::copy(after.begin(), after.end(), state);
   });
+  for (Row row = 0; row < options_.shared_rows; ++row) {
+    if (!shared_used_[static_cast<size_t>(row)]) continue;
+    if (!std::equal(before.begin(), before.end(), state_at(row))) continue;
+    std::copy(after.begin(), after.end(), state_at(row));
+  }
 }
 
 void Table::ForgetRows() {
   index_->Clear();
   rows_.Clear();
+  rows_.Take(options_.shared_rows);
+  std::fill(shared_used_.begin(), shared_used_.end(), uint8_t{0});
+  sketch_.reset();
+  floors_.clear();
   ++layout_;
   below_.NoteReplaced();
   pins_.TakeAllFromLists();
@@ -365,18 +375,6 @@ RowBlock Table::Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, boo
   }
   cursor.next = cursor.walk.ended ? -1 : 0;
   return Collect(entries, with_values, with_states);
-}
-
-std::vector<uint16_t> Table::AdmissionCounters() const {
-  std::shared_lock guard(lock_);
-  RequireOpen();
-  return admission_ ? admission_->Save() : std::vector<uint16_t>();
-}
-
-bool Table::RestoreAdmissionCounters(std::span<const uint16_t> counters) {
-  std::unique_lock guard(lock_);
-  RequireOpen();
-  return admission_ && admission_->Restore(counters);
 }
 
 RowBlock Table::DrainEvictions() {

@@ -64,6 +64,7 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;
     index_->set_score(slot, std::max<uint64_t>(below.Find(keys[i]).score, 1));
+    LowerFloor(index_->Hash(keys[i]), 1);
   }
 }
 

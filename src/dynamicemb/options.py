@@ -182,6 +182,12 @@ class DynamicEmbTableOptions(HKVConfig):
     training          False: rows have no optimizer state and are only read; a forward in train mode raises
     eval_initializer_args  the vector of a missing key in eval: CONSTANT
     admission_counter None, a KVCounter, or a Counter of your own: how often keys without a row were seen
+    shared_rows       not in the original package: rows that all keys without a row of their own read and
+                      train, in training and in eval, chosen as owners are. 0: none
+    admission         not in the original package: "all", or with score_strategy LFU "frequency": in a full
+                      table a key gets a row only if it was more frequent lately than the key that goes
+    half_life         not in the original package: with score_strategy LFU, training batches after which an
+                      occurrence counts half. 0: for ever, or what the engine takes for admission="frequency"
 
     Two options are equal when tables that have them may share a group, whatever else differs.
     """
@@ -198,6 +204,9 @@ class DynamicEmbTableOptions(HKVConfig):
         default_factory=lambda: DynamicEmbInitializerArgs(DynamicEmbInitializerMode.CONSTANT)
     )
     admission_counter: KVCounter | Counter | None = None
+    shared_rows: int = 0
+    admission: str = "all"
+    half_life: int = 0
 
     def validate(self) -> None:
         super().validate()
@@ -219,6 +228,12 @@ class DynamicEmbTableOptions(HKVConfig):
         _check(self.dist_type in allowed, "dist_type", f"one of {list(allowed)}", self.dist_type)
         _check_admission(self.admit_strategy, self.admission_counter)
         _check_eval_initializer(self.eval_initializer_args)
+        _check(_is_int(self.shared_rows, 0), "shared_rows", "an integer of at least 0", self.shared_rows)
+        _check(_is_int(self.half_life, 0), "half_life", "an integer of at least 0", self.half_life)
+        _check(self.admission in ("all", "frequency"), "admission", "'all' or 'frequency'", self.admission)
+        counts = self.engine_strategy is embstore.ScoreStrategy.LFU
+        ages = self.half_life > 0 or self.admission == "frequency"
+        _check(counts or not ages, "score_strategy", "LFU with half_life or admission", self.score_strategy)
         _check(
             self.external_storage is None or callable(self.external_storage),
             "external_storage",

@@ -18,7 +18,7 @@ import embstore
 from dynamicemb.external_storage import StorageStore, is_storage, stores_of
 from dynamicemb.gate import Gate, filter_threshold
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
-from dynamicemb.options import DynamicEmbTableOptions
+from dynamicemb.options import OWNERSHIPS, DynamicEmbTableOptions
 from dynamicemb.planner import DynamicEmbParameterSharding, describe
 from embstore.display import as_html
 from embstore.distributed.ranks import Ranks
@@ -121,6 +121,9 @@ def engine_options(
         seed=seed,
         check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
         admission_threshold=filter_threshold(planned) or 0,
+        admission=planned.admission,
+        half_life=planned.half_life,
+        shared_rows=planned.shared_rows,
     )
     return _within_budget(whole, planned)
 
@@ -149,7 +152,8 @@ def make_table(
     group: dist.ProcessGroup | None = None,
 ) -> DynamicTable:
     """The part of this rank, empty, over its store. `number` is that of the table in its module."""
-    table = embstore.Table(engine, store=store)
+    shared_by = OWNERSHIPS.get(planned.dist_type, embstore.Ownership.ROUNDROBIN)
+    table = embstore.Table(engine, store=store, shared_by=shared_by)
     if isinstance(store, StorageStore):
         store.through = not planned.caching
     table.score_words = planned.score_words

@@ -42,7 +42,7 @@ from embstore.optimizers import (
     RowwiseAdagrad,
     SmartDecayAdam,
 )
-from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
+from embstore.options import Admission, CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
 from embstore.ownership import Ownership, owner
 from embstore.rows import Rows, Stats
 from embstore.slot_map import SlotMap
@@ -67,6 +67,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Admission",
     "SGD",
     "Adadelta",
     "Adagrad",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from embstore import _core
 from embstore.arrays import address, as_keys, empty_floats
+from embstore.options import Access as Access
 from embstore.options import DType
 from embstore.table import Table
 
@@ -29,14 +30,6 @@ class Pooling(enum.IntEnum):
     NONE = 0
     SUM = 1
     MEAN = 2
-
-
-class Access(enum.IntEnum):
-    """What a batch may do with a table."""
-
-    TRAIN = 0
-    READ_ZERO = 1
-    READ_INITIAL = 2
 
 
 @dataclass(frozen=True)

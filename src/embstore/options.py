@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from embstore.initializers import Initializer, Uniform
 from embstore.optimizers import SGD, Optimizer
@@ -23,6 +24,21 @@ class ScoreStrategy(enum.IntEnum):
     CUSTOMIZED = 2
     LFU = 3
     NO_EVICTION = 4
+    AGED_LFU = 5
+    IMPORTANCE = 6
+
+    @property
+    def ages(self) -> bool:
+        """Whether its scores lose half of their worth with every half-life."""
+        return self in (ScoreStrategy.AGED_LFU, ScoreStrategy.IMPORTANCE)
+
+
+class Admission(enum.IntEnum):
+    """Which new keys get a row in a full table: all of them, or those that are more frequent than the key
+    whose row they take."""
+
+    ALL = 0
+    FREQUENCY = 1
 
 
 class CheckMode(enum.IntEnum):
@@ -49,6 +65,14 @@ class DType(enum.IntEnum):
     BFLOAT16 = 2
 
 
+class Access(enum.IntEnum):
+    """What a batch may do with a table."""
+
+    TRAIN = 0
+    READ_ZERO = 1
+    READ_INITIAL = 2
+
+
 def as_enum(kind: type[E], name: str, value: object) -> E:
     """A member of the enum, or its name in any case. Raises ValueError that lists the names."""
     if isinstance(value, str) and value.upper() in kind.__members__:
@@ -57,6 +81,9 @@ def as_enum(kind: type[E], name: str, value: object) -> E:
         return value
     known = ", ".join(repr(member.lower()) for member in kind.__members__)
     raise ValueError(f"{name} should be one of {known} but is: {value!r}")
+
+
+_NOT_NAMED = cast(ScoreStrategy, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +99,22 @@ class TableOptions:
     max_capacity           rows at most; beyond it the smallest scores go ("no_eviction": the table grows on)
     bucket_capacity        rows of a bucket, a multiple of 16
     max_load_factor        the index grows beyond this fraction of its capacity; 0.9 costs least memory
-    score_strategy         "timestamp", "step", "customized", "lfu" or "no_eviction"
+    score_strategy         "timestamp", "step", "customized", "lfu", "importance", "no_eviction", or
+                           "aged_lfu", which "lfu" means with a half_life or with admission="frequency"
+    half_life              of aged scores, in training batches. 0: max(32768, 2 * max_capacity) ids
     evict_least_used       evicts the key with the fewest occurrences, whatever its score; takes 4 bytes a row
     seed                   of the initial values. None: 0 in a Table, drawn from torch's generator in a module
     check_mode             "error", "warning" or "ignore"
     eviction_log           "off", "keys" or "rows"
     eviction_log_capacity  entries of the log; the oldest give way and are counted
     admission_threshold    a training batch stores a key once it was seen this often (at most 255); until
-                           then its vector is its initial value. 0: at once. Takes 8 bytes a row
+                           then its vector is that of its shared row, or its initial value. 0: at once.
+                           Takes 8 bytes a row
+    admission              "all", or with "lfu" and "importance" "frequency": in a full table a key gets a row
+                           only if it was more frequent lately than the key that goes. Takes 16 bytes a row
+    shared_rows            rows that all ids without a row of their own read and train. 0: such ids read 0.0
+    start_from_shared      a new row begins with the vector of its shared row once that is in use, else with
+                           its initial value
     """
 
     name: str
@@ -91,13 +126,18 @@ class TableOptions:
     max_capacity: int = DEFAULT_MAX_CAPACITY
     bucket_capacity: int = 128
     max_load_factor: float = 0.9
-    score_strategy: ScoreStrategy = ScoreStrategy.TIMESTAMP
+    score_strategy: ScoreStrategy = _NOT_NAMED  # TIMESTAMP, unless a module decides
     evict_least_used: bool = False
     seed: int | None = None
     check_mode: CheckMode = CheckMode.IGNORE
     eviction_log: EvictionLog = EvictionLog.OFF
     eviction_log_capacity: int = 1 << 20
     admission_threshold: int = 0
+    admission: Admission = Admission.ALL
+    half_life: int = 0
+    shared_rows: int = 0
+    start_from_shared: bool = True
+    _names_strategy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -113,6 +153,8 @@ class TableOptions:
             "seed",
             "eviction_log_capacity",
             "admission_threshold",
+            "half_life",
+            "shared_rows",
         )
         for name in integers:
             value = getattr(self, name)
@@ -135,7 +177,17 @@ class TableOptions:
             put("dtype", as_enum(DType, "dtype", str(self.dtype).removeprefix("torch.")))
         if not isinstance(self.evict_least_used, bool):
             raise ValueError(f"evict_least_used should be True or False but is: {self.evict_least_used!r}")
-        put("score_strategy", as_enum(ScoreStrategy, "score_strategy", self.score_strategy))
+        if not isinstance(self.start_from_shared, bool):
+            raise ValueError(f"start_from_shared should be True or False but is: {self.start_from_shared!r}")
+        named = self.score_strategy is not None
+        put("_names_strategy", named)
+        put(
+            "score_strategy",
+            as_enum(ScoreStrategy, "score_strategy", self.score_strategy)
+            if named
+            else ScoreStrategy.TIMESTAMP,
+        )
+        put("admission", as_enum(Admission, "admission", self.admission))
         put("check_mode", as_enum(CheckMode, "check_mode", self.check_mode))
         put("eviction_log", as_enum(EvictionLog, "eviction_log", self.eviction_log))
         if self.seed is not None:
@@ -146,8 +198,47 @@ class TableOptions:
             raise ValueError(
                 f"admission_threshold should be between 0 and 255 but is: {self.admission_threshold}"
             )
-        if self.max_capacity < self.bucket_capacity:
+        if self.max_capacity < 1:
+            raise ValueError(f"max_capacity should be at least 1 but is: {self.max_capacity}")
+        self._check_ageing(put)
+
+    @property
+    def says_what_goes(self) -> bool:
+        """Whether it was made with an option about which rows stay in a full table."""
+        return bool(
+            self._names_strategy
+            or self.admission_threshold
+            or self.admission
+            or self.evict_least_used
+            or self.shared_rows
+        )
+
+    @property
+    def counts_keys(self) -> bool:
+        """Whether keys without a row are counted."""
+        return self.admission_threshold > 0 or self.admission == Admission.FREQUENCY
+
+    def _check_ageing(self, put: Callable[[str, object], None]) -> None:
+        frequency = self.admission == Admission.FREQUENCY
+        if not 0 <= self.shared_rows <= 1 << 16:
+            raise ValueError(f"shared_rows should be between 0 and {1 << 16} but is: {self.shared_rows}")
+        if self.half_life < 0:
+            raise ValueError(f"half_life should be at least 0 but is: {self.half_life}")
+        if self.score_strategy == ScoreStrategy.LFU and (self.half_life or frequency):
+            put("score_strategy", ScoreStrategy.AGED_LFU)
+        ages = self.score_strategy.ages
+        if self.half_life and not ages:
             raise ValueError(
-                f"max_capacity should be at least bucket_capacity ({self.bucket_capacity}) "
-                f"but is: {self.max_capacity}"
+                "half_life should be 0 unless score_strategy is 'lfu' or 'importance' but is: "
+                f"{self.half_life}"
+            )
+        if frequency and not ages:
+            raise ValueError(
+                "admission should be 'frequency' only with score_strategy 'lfu' or 'importance' but that is: "
+                f"{self.score_strategy.name.lower()!r}"
+            )
+        if frequency and self.admission_threshold:
+            raise ValueError(
+                "admission should be 'all' beside an admission_threshold, which is: "
+                f"{self.admission_threshold}"
             )

@@ -19,7 +19,16 @@ import numpy.typing as npt
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.optimizers import Optimizer
-from embstore.options import CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
+from embstore.options import (
+    Access,
+    Admission,
+    CheckMode,
+    DType,
+    EvictionLog,
+    ScoreStrategy,
+    TableOptions,
+)
+from embstore.ownership import Ownership
 from embstore.progress import Wanted, shown
 from embstore.rows import Rows, Stats
 from embstore.stores import Store
@@ -44,7 +53,13 @@ class Table(TableViews):
     """
 
     def __init__(
-        self, options: TableOptions | str, /, *, store: Store | None = None, **keywords: Any
+        self,
+        options: TableOptions | str,
+        /,
+        *,
+        store: Store | None = None,
+        shared_by: Ownership = Ownership.ROUNDROBIN,
+        **keywords: Any,
     ) -> None:
         if isinstance(options, str):
             options = TableOptions(name=options, **keywords)
@@ -52,8 +67,14 @@ class Table(TableViews):
             options = replace(options, **keywords)
         if options.seed is None:
             options = replace(options, seed=0)
+        if store is not None and options.admission == Admission.FREQUENCY:
+            raise ValueError(
+                f"admission of table {options.name!r} should be 'all' over a store, which keeps every row, "
+                "but is: 'frequency'"
+            )
         self.options = options
         self.store = store
+        self.shared_by = shared_by
         self._store_handle = None if store is None else store.handle()
         self.dumps: list[Any] = []  # in the background, of this table
         # What a score has in files of layout v2: () is one word, ("timestamp", "lfu") the score and the uses.
@@ -80,6 +101,11 @@ class Table(TableViews):
             eviction_log=int(options.eviction_log),
             eviction_log_capacity=options.eviction_log_capacity,
             admission_threshold=options.admission_threshold,
+            admit_by_frequency=options.admission == Admission.FREQUENCY,
+            half_life=options.half_life,
+            shared_rows=options.shared_rows,
+            shared_by=int(shared_by),
+            start_from_shared=options.start_from_shared,
             store=self._store_handle,
         )
 
@@ -135,13 +161,15 @@ class Table(TableViews):
 
     @property
     def score(self) -> int:
-        """The score that the next training batch will give its keys (0: LFU, or none set yet)."""
+        """The score that the next training batch will give its keys (0: LFU, or none set yet). Of an aged
+        strategy it is the moment, to be set again after a load."""
         return self._core.current_score()
 
     @score.setter
     def score(self, value: int) -> None:
         value = as_integer(value, 1, (1 << 64) - 1, "score")
-        if self.options.score_strategy == ScoreStrategy.STEP:
+        strategy = self.options.score_strategy
+        if strategy == ScoreStrategy.STEP or strategy.ages:
             self._core.set_step(value)
         else:
             self._core.set_custom_score(value)
@@ -158,10 +186,16 @@ class Table(TableViews):
     # ---- rows by key
 
     def find(self, keys: object) -> tuple[Array, Array]:
-        """Vectors (float32, keys.shape + (dim,)) and which keys are there. Missing ones read 0.0."""
+        """Vectors (float32, keys.shape + (dim,)) and which keys are there. Missing ones read their shared row
+        if it is in use, else 0.0."""
         k = as_keys(keys)
         values, found = empty_floats(k.n, self.dim), np.empty(k.n, np.uint8)
         self._core.read(k.address, k.n, address(values), 0, 0, address(found))
+        if self.options.shared_rows and not found.all():
+            request = _core.LookupRequest(
+                self._core, k.address, k.n, 0, 0, 0, 0, address(values), int(DType.FLOAT32), self.dim, 0
+            )
+            _core.look_up([request], int(Access.READ_ZERO))
         return k.like(values.reshape(*k.shape, self.dim)), k.like(found.astype(bool).reshape(k.shape))
 
     def read(self, keys: object) -> Rows:
@@ -203,7 +237,8 @@ class Table(TableViews):
     @property
     def counts_uses(self) -> bool:
         """Whether it counts how often keys are used beside their scores."""
-        return self.options.evict_least_used and self.options.score_strategy != ScoreStrategy.LFU
+        strategy = self.options.score_strategy
+        return self.options.evict_least_used and strategy != ScoreStrategy.LFU and not strategy.ages
 
     def set_uses(self, keys: object, uses: npt.NDArray[np.uint32]) -> None:
         """How often keys were used, in a table that counts it; keys that are not in memory are skipped."""
@@ -283,6 +318,12 @@ class Table(TableViews):
         step = self.step_options(count=False)
         self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step, renew_scores)
         self.optimizer_step += 1
+
+    def apply_gradients_to_shared(self, numbers: object, gradients: object) -> None:
+        """The part of an optimizer step that moves shared rows, by number; the step is not counted."""
+        k = as_keys(numbers)
+        g = as_floats(gradients, (k.n, self.dim), "gradients")
+        self._core.apply_gradients_to_shared(k.address, k.n, address(g), self.step_options(count=False))
 
     def report_refused(self, refused: int, n: int) -> None:
         """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
@@ -375,8 +416,24 @@ class Table(TableViews):
 
     def take_changes(self) -> tuple[Rows, npt.NDArray[np.int64]]:
         """Rows that changed since the last call (vector, state or score) and keys that are gone."""
-        rows, removed = self._core.take_changes(True)
+        rows, removed, _ = self._core.take_changes(True)
         return Rows(*rows), removed
+
+    def take_all_changes(self) -> tuple[Rows, npt.NDArray[np.int64], Rows]:
+        """What `take_changes` gives, and the shared rows in use, with their numbers as keys."""
+        rows, removed, shared = self._core.take_changes(True)
+        return Rows(*rows), removed, Rows(*shared)
+
+    def shared_rows(self) -> Rows:
+        """The shared rows that training has used so far, with their numbers as keys and no scores."""
+        return Rows(*self._core.shared_rows())
+
+    def assign_shared_rows(self, numbers: object, values: object, states: object = None) -> None:
+        """Replaces the shared rows by those with these numbers. Without states they start fresh."""
+        k = as_keys(numbers)
+        v = as_floats(values, (k.n, self.dim), "values")
+        s = None if states is None else as_floats(states, (k.n, self.state_width), "states")
+        self._core.assign_shared(k.address, k.n, address(v), 0 if s is None else address(s))
 
     def restore_changes(self, changed: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> None:
         """Puts back what `take_changes` gave, by key, when it could not be used."""
@@ -392,8 +449,8 @@ class Table(TableViews):
 
     def admission_counters(self) -> npt.NDArray[np.uint16] | None:
         """How often keys without a row were seen, in a form for `restore_admission_counters` alone; None
-        without an admission_threshold."""
-        return self._core.admission_counters() if self.options.admission_threshold else None
+        where nothing counts them."""
+        return self._core.admission_counters() if self.options.counts_keys else None
 
     def restore_admission_counters(self, counters: npt.NDArray[np.uint16]) -> bool:
         """Goes on counting from there. False, and nothing changes, where they are for another threshold."""
@@ -442,8 +499,16 @@ class Table(TableViews):
         admission = self.admission_counters()
         if admission is not None:
             counters["admission_counters"] = admission.view(np.int16)  # older torch has no uint16
-        if self.options.score_strategy in (ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED):
+        strategy = self.options.score_strategy
+        if strategy in (ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED) or strategy.ages:
             counters["score"] = self.score
+        shared = self.shared_rows()
+        if len(shared):
+            counters |= {
+                "shared_numbers": shared.keys,
+                "shared_values": shared.values,
+                "shared_states": shared.states,
+            }
         return {
             "keys": rows.keys,
             "values": rows.values,
@@ -470,6 +535,12 @@ class Table(TableViews):
             )
         if not np.all(scores):
             raise ValueError("scores should be at least 1 but the smallest is: 0")
+        shared = np.asarray(state.get("shared_numbers", np.empty(0, np.int64)))
+        if len(shared) and shared.max() >= self.options.shared_rows:
+            raise ValueError(
+                f"state should hold at most shared_rows ({self.options.shared_rows}) shared rows but holds "
+                f"number: {shared.max()}"
+            )
         self.clear()
         if keys.n:
             self.reserve(min(keys.n, max_capacity))
@@ -487,10 +558,12 @@ class Table(TableViews):
         self.optimizer_step = step
         self._learning_rate = rate
         self.reseed(seed)
-        if "admission_counters" in state:
-            self._restore_admission(np.asarray(state["admission_counters"]).view(np.uint16))
         if state.get("score"):
             self.score = int(state["score"])
+        if "admission_counters" in state:
+            self._restore_admission(np.asarray(state["admission_counters"]).view(np.uint16))
+        if len(shared):
+            self.assign_shared_rows(shared, state["shared_values"], state["shared_states"])
 
     def _restore_admission(self, counters: npt.NDArray[np.uint16]) -> None:
         if not self.restore_admission_counters(counters):
@@ -512,7 +585,7 @@ class Table(TableViews):
             theirs.optimizer.engine_name,
         ):
             raise ValueError(f"other should have the dim, dtype and optimizer of table {self.name!r}")
-        for name in ("options", "optimizer_step", "_learning_rate", "_core"):
+        for name in ("options", "optimizer_step", "_learning_rate", "_core", "shared_by"):
             mine = getattr(self, name)
             setattr(self, name, getattr(other, name))
             setattr(other, name, mine)

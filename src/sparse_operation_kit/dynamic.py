@@ -31,6 +31,7 @@ from sparse_operation_kit.static import parse_mode
 VAR_TYPES = ("hybrid", "hbm")
 DEFAULT_CAPACITY = 64 << 20
 SMALLEST_BUCKET = 16
+EVICT_STRATEGIES = {"kLru": "timestamp", "kLfu": "lfu"}
 SIZES = ("init_capacity", "max_capacity", "max_bucket_size")
 
 # The options of a hybrid variable and their defaults. Those that place vectors on a GPU have no effect.
@@ -45,6 +46,10 @@ CONFIG: dict[str, Any] = {
     "io_by_cpu": False,
     "evict_strategy": "kLru",
     "filter_ratio": 1.0,
+    # Not in the original package.
+    "shared_rows": 0,
+    "admission": "all",
+    "half_life": 0,
 }
 
 _numbers = itertools.count()
@@ -87,8 +92,8 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     _check_range("max_load_factor", full["max_load_factor"], 0.01, 1.0)
     _check_range("filter_ratio", full["filter_ratio"], 0.0, 1.0)
     _check_range("max_hbm_for_vectors", full["max_hbm_for_vectors"], 0, 1 << 40)
-    if full["evict_strategy"] != "kLru":
-        raise ValueError(f"evict_strategy should be 'kLru' but is: {full['evict_strategy']!r}")
+    if full["evict_strategy"] not in EVICT_STRATEGIES:
+        raise ValueError(f"evict_strategy should be 'kLru' or 'kLfu' but is: {full['evict_strategy']!r}")
     return full
 
 
@@ -103,6 +108,8 @@ def _capacity_options(config: dict[str, Any], given: dict[str, Any]) -> dict[str
         options["init_capacity"] = max(config["init_capacity"], options["bucket_capacity"])
     if "max_load_factor" in given:
         options["max_load_factor"] = float(config["max_load_factor"])
+    for name in ("shared_rows", "admission", "half_life"):
+        options[name] = config[name]
     return options
 
 
@@ -128,7 +135,9 @@ class DynamicVariable(ResourceVariable):
     dtype         tf.float32
     mode          None: key % n is the rank of a key; "localized:<rank>": all are on that rank
     further       of a hybrid variable: init_capacity and max_capacity (rows of a rank, rounded up to
-                  powers of two), max_load_factor, max_bucket_size, evict_strategy ("kLru"), filter_ratio;
+                  powers of two), max_load_factor, max_bucket_size, evict_strategy ("kLru" or "kLfu"),
+                  filter_ratio; with "kLfu" also half_life and admission="frequency", and for keys without a
+                  row of their own shared_rows (see embstore.TableOptions);
                   max_hbm_for_vectors, block_size, device_id and io_by_cpu have no effect
     """
 
@@ -185,7 +194,7 @@ class DynamicVariable(ResourceVariable):
             dim=self._dimension,
             initializer=engine_initializer,
             seed=seed,
-            score_strategy="timestamp",
+            score_strategy=EVICT_STRATEGIES[self._config_dict.get("evict_strategy", "kLru")],
             **options,
         )
         self._admission = np.random.default_rng(0)

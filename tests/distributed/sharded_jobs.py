@@ -46,6 +46,28 @@ def module_of(kind: str, rule: str = "adagrad", **keywords: Any) -> Any:
     return embstore.EmbeddingBag(table=embstore.Table(table("a", rule)), mode=mode, **keywords)
 
 
+def crowded(world_of_batches: int, steps: int, restart: str | None = None) -> tuple[Any, Any]:
+    """Trains a table whose keys get a row at their third occurrence and else train shared rows. Returns own
+    and shared rows."""
+    options = table("a", "adagrad", admission_threshold=3, shared_rows=4)
+
+    def make() -> Any:
+        return embstore.Embedding(table=embstore.Table(options), sharded=True)
+
+    module, rank, world = make(), dist.get_rank(), dist.get_world_size()
+    for step in range(steps):
+        if restart and step == steps // 2:
+            embstore.dump(restart, {"m": dict(module.tables)}, optim=True)
+            module = make()
+            embstore.load(restart, {"m": dict(module.tables)}, optim=True)
+        rows, *_ = batch_of(step, "u")
+        parts = np.array_split(rows.numpy(), world_of_batches)
+        share = world_of_batches // world
+        out = module(IDS[np.concatenate(parts[rank * share : (rank + 1) * share])])
+        (out.square().sum() * (world / world_of_batches)).backward()
+    return module.table.rows(), module.table.shared_rows()
+
+
 def part_of(step: int, rank: int, world: int) -> slice:
     """Other parts at every step; with several ranks one of them is empty now and then."""
     cuts = np.random.default_rng(step).integers(0, SAMPLES + 1, world - 1)

@@ -57,6 +57,21 @@ def test_the_rows_do_not_depend_on_the_number_of_ranks_to_the_bit(kind: str) -> 
         assert all(len(rows["a"]) for _, rows, _ in several)
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_shared_rows_do_not_depend_on_the_number_of_ranks_that_divides_theirs(
+    tmp_path: Path, restart: bool
+) -> None:
+    found = []
+    for world in (1, 2, 4):
+        folder = str(tmp_path / str(world)) if restart else None
+        answers = ranks.run(world, jobs.crowded, 4, 8, folder)
+        own = whole([{"a": rows} for rows, _ in answers])["a"]
+        shared = whole([{"a": rows} for _, rows in answers])["a"]
+        found.append([getattr(r, f).tobytes() for r in (own, shared) for f in ("keys", "values", "states")])
+        assert shared.keys.tolist() == [0, 1, 2, 3] and len(own.keys)
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize("patient", [False, True])
 def test_max_norm_counts_the_rows_of_all_ranks(patient: bool) -> None:
     alone = ranks.run(1, jobs.clipped, 2, patient)

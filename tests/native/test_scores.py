@@ -1,6 +1,7 @@
 """Score strategies: a declared list, each with a model of the scores that a sequence of batches leaves
 and with its error inputs; then exact evictions of one bucket for each."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -68,12 +69,38 @@ class Timestamp(Model):
         self.scores.update(dict.fromkeys(keys, score))
 
 
+def aged(amount, half_life=0):
+    """The score of an amount: 24 bits of exponent, 40 of fraction."""
+    fraction, exponent = math.frexp(amount)
+    return ((1 << 20) + half_life + exponent - 1) << 40 | int((2 * fraction - 1) * 2**40)
+
+
+class AgedLfu(Lfu):
+    def after(self, table, keys):
+        counts = Counter(keys)
+        for key, count in counts.items():
+            before = self.counts.get(key, 0)
+            self.counts[key] = before + count
+            self.scores[key] = aged(before + count)
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+
+class Importance(Model):
+    def after(self, table, keys):
+        self.scores.update(dict.fromkeys(keys, aged(1e-12)))  # no gradient has come yet
+
+
 MODELS = {
     ScoreStrategy.TIMESTAMP: Timestamp,
     ScoreStrategy.STEP: Step,
     ScoreStrategy.CUSTOMIZED: Customized,
     ScoreStrategy.LFU: Lfu,
     ScoreStrategy.NO_EVICTION: Timestamp,
+    ScoreStrategy.AGED_LFU: AgedLfu,
+    ScoreStrategy.IMPORTANCE: Importance,
 }
 BATCHES = [[1, 2, 3, 3], [2], [], [5, 5, 5, 1], [-1, 2, 2], [3], [2, 1, 2]]
 ALL = pytest.mark.parametrize("strategy", list(ScoreStrategy), ids=lambda s: s.name)
@@ -141,7 +168,7 @@ def test_without_eviction_a_table_grows_and_keeps_everything():
 ERRORS = [
     ("step", 0), ("step", -1), ("step", 1.5), ("step", True), ("step", "7"), ("step", 2**64), ("step", None),
     ("customized", 0), ("customized", -1), ("customized", 2**64), ("customized", 1.0),
-    ("timestamp", 5), ("lfu", 5), ("no_eviction", 5),
+    ("timestamp", 5), ("lfu", 5), ("no_eviction", 5), ("aged_lfu", 5), ("importance", 7),
 ]  # fmt: skip
 
 
@@ -163,6 +190,33 @@ def test_a_customized_score_is_needed_before_training_and_not_for_reading():
     table.score = np.int64(9)
     assert table.score == 9
     assert table.read([1]).scores.tolist() == [3]  # setting it touches no row
+
+
+def test_an_occurrence_counts_half_after_a_half_life():
+    table = small_table(score_strategy="lfu", half_life=3)
+    assert table.options.score_strategy == ScoreStrategy.AGED_LFU
+    for batch in range(7):
+        table.find_or_insert([1, 1] if batch == 0 else [2])
+    assert table.read([1, 2]).scores.tolist() == [aged(2.0), aged(2 + 3 * 2 + 4)]
+    assert table.score >> 40 == (1 << 20) + 2  # two half-lives and a third
+    other = small_table(score_strategy="lfu", half_life=3)
+    other.score = table.score
+    assert other.score == table.score
+
+
+def test_scores_by_importance_are_sums_of_norms_of_gradients():
+    table = small_table(score_strategy="importance", optimizer=embstore.SGD(lr=0.0))
+    rng, expected = np.random.default_rng(0), dict.fromkeys(range(5), 0.0)
+    for _ in range(6):
+        keys = rng.integers(0, 5, 9)
+        gradients = rng.standard_normal((9, 4)).astype(np.float32)
+        table.find_or_insert(keys)
+        table.apply_gradients(keys, gradients)
+        for key in set(keys.tolist()):
+            expected[key] += np.linalg.norm(gradients[keys == key].sum(0))
+    scores = table.read(list(expected)).scores.tolist()
+    amounts = [(1 + (s % 2**40) / 2**40) * 2.0 ** ((s >> 40) - (1 << 20)) for s in scores]
+    np.testing.assert_allclose(amounts, list(expected.values()), rtol=1e-6)
 
 
 def test_step_can_be_set_after_a_load():

@@ -153,6 +153,10 @@ class KeyIndex {
   }
   template <typename Visit>
   void VisitOverflow(const Visit& visit) const;
+  // Calls visit(slot, entry) for the keys with a hash from `first` to `last`, which are of one
+  // stripe, wherever they lie.
+  template <typename Visit>
+  void VisitHashes(uint64_t first, uint64_t last, const Visit& visit) const;
   template <typename Visit>
   void VisitAll(const Visit& visit) const {
     const auto [gap_begin, gap_end] = Gap();
@@ -239,6 +243,28 @@ void KeyIndex::VisitOverflow(const Visit& visit) const {
             IndexEntry{e.key, e.score, e.row});
     }
   }
+}
+
+template <typename Visit>
+void KeyIndex::VisitHashes(uint64_t first, uint64_t last, const Visit& visit) const {
+  const auto bucket_slots = static_cast<Slot>(bucket_groups_ * IndexGroup::kSlots);
+  const auto filter = [&](Slot slot, const IndexEntry& entry) {
+    const uint64_t hash = Hash(entry.key);
+    if (hash >= first && hash <= last) visit(slot, entry);
+  };
+  const Slot begin = static_cast<Slot>(BucketsOf(first).first * bucket_slots);
+  const Slot end = static_cast<Slot>((BucketsOf(last).first + 1) * bucket_slots);
+  VisitUsed(begin, end, filter);
+  const IndexGroup* const group = groups() + begin / IndexGroup::kSlots;
+  const int64_t count = (end - begin) / IndexGroup::kSlots;
+  if (std::none_of(group, group + count,
+                   [](const IndexGroup& g) { return g.away >= IndexGroup::kElsewhere; })) {
+    return;
+  }
+  const Stripe stripe = StripeAt(first);
+  VisitUsed(stripe.begin, begin, filter);
+  VisitUsed(end, stripe.end, filter);
+  VisitOverflow(filter);
 }
 
 template <typename IsProtected, typename Worth>

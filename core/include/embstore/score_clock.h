@@ -6,6 +6,7 @@
 //  1. Every score is at least 1: 0 means that a slot is free.
 //  2. kTimestamp and kNoEviction: each score is larger than all that were given out or seen before.
 //  3. kStep: scores rise by one with each batch and stop at UINT64_MAX.
+//  4. kAgedLfu and kImportance: half-lives pass with the batches, or with the keys of batches.
 #pragma once
 
 #include <atomic>
@@ -13,12 +14,13 @@
 #include <string>
 #include <utility>
 
+#include "embstore/aged_score.h"
 #include "embstore/types.h"
 
 namespace embstore {
 
 // What a hit does to the score of its key.
-enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2 };
+enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2, kAge = 3 };
 
 // Threads may renew the same score together.
 inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score) {
@@ -26,6 +28,11 @@ inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score) {
   // Frequent keys are read by many and need the write once.
   if (update == ScoreUpdate::kSet && stored.load(std::memory_order_relaxed) != score) {
     stored.store(score, std::memory_order_relaxed);
+  }
+  if (update == ScoreUpdate::kAge) {
+    uint64_t seen = stored.load(std::memory_order_relaxed);
+    while (!stored.compare_exchange_weak(seen, AddAged(seen, score), std::memory_order_relaxed)) {
+    }
   }
   if (update != ScoreUpdate::kCount) return;
   // The largest count stays: one more would be 0, which says that the slot is free.
@@ -40,30 +47,44 @@ struct BatchScore {
   uint64_t score = 0;
 };
 
+// How long an aged score takes to lose half of its worth.
+struct HalfLife {
+  int64_t length = 1;
+  bool in_batches = false;  // else in keys of batches
+};
+
 class ScoreClock {
  public:
   // `table` is named in messages.
-  ScoreClock(ScoreStrategy strategy, std::string table)
-      : strategy_(strategy), table_(std::move(table)) {}
+  ScoreClock(ScoreStrategy strategy, HalfLife half_life, std::string table)
+      : strategy_(strategy), age_(half_life), table_(std::move(table)) {}
 
-  // The score of the next batch; advances. Throws InvalidState as RequireScore does.
-  BatchScore Next();
+  // The score of the next batch, of so many keys; advances. Throws InvalidState as RequireScore
+  // does.
+  BatchScore Next(int64_t keys);
   // What Next would give, without advancing: 0 for kLfu, and for kCustomized before a score is set.
-  // A later Next never gives less.
+  // A later Next never gives less. Aged strategies: the moment in half-lives, with a fraction.
   uint64_t Peek();
+  int64_t half_life() const { return half_life_; }  // that runs, from 0
   void RequireScore() const;  // throws InvalidState when kCustomized has no score yet
 
   // Throw InvalidArgument for another strategy, and for 0.
   void set_custom_score(uint64_t score);  // kCustomized
-  void set_step(uint64_t step);           // kStep
+  void set_step(uint64_t step);           // kStep, or what Peek gave with an aged strategy
 
   // Later timestamps are at least `score`, or larger than `score`.
   void RaiseTo(uint64_t score);
   void RaiseAbove(uint64_t score);
 
  private:
+  bool ages() const {
+    return strategy_ == ScoreStrategy::kAgedLfu || strategy_ == ScoreStrategy::kImportance;
+  }
+
   ScoreStrategy strategy_;
+  HalfLife age_;
   std::string table_;
+  int64_t half_life_ = 0, ticks_ = 0;  // ticks_ of age_.length have passed
   uint64_t last_timestamp_ = 0, step_ = 1, custom_score_ = 0;
 };
 

@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "embstore/hash.h"
 #include "embstore/initializer.h"
 #include "embstore/mapped_file.h"
 #include "embstore/memory.h"
@@ -113,7 +114,7 @@ struct ServedTableOptions {
   int64_t dim = 0;
   ServedDType dtype = ServedDType::kFloat32;
   uint64_t seed = 0;
-  // What a missing key reads: its initial vector, or 0.0.
+  // What a missing key reads without a shared row: its initial vector, or 0.0.
   std::optional<InitializerOptions> initial;
   DType table_dtype = DType::kFloat32;  // initial vectors are rounded to it, as in training
 };
@@ -137,6 +138,13 @@ class ServedTable {
   // The state after an increment: removes `removed`, then sets the rows of `parts`.
   std::shared_ptr<const ServedTable> With(std::span<const int64_t> removed,
                                           std::vector<ServedRows> parts) const;
+
+  // The same state with these shared rows: a missing key reads the one that Owner(key, rows, by)
+  // names, if it is among `numbers`. values (numbers, dim) are float32. Throws InvalidArgument when
+  // a number is not below `rows`.
+  std::shared_ptr<const ServedTable> WithShared(int64_t rows, Ownership by,
+                                                std::span<const int64_t> numbers,
+                                                const float* values) const;
 
   const ServedTableOptions& options() const { return options_; }
   int64_t size() const { return size_; }
@@ -171,11 +179,18 @@ class ServedTable {
     const std::byte* rows;
     int64_t stride_bytes;
   };
+  struct SharedVectors {
+    int64_t rows;
+    Ownership by;
+    std::vector<const float*> vectors;  // by number; null: unused in training
+    std::vector<float> values;
+  };
   ServedTableOptions options_;
   std::optional<Initializer> initializer_;
   std::shared_ptr<const ServedIndex> base_, overlay_;  // overlay_ null: nothing changed yet
   std::vector<Page> pages_;
   std::vector<std::shared_ptr<const void>> owners_;
+  std::shared_ptr<const SharedVectors> shared_;  // null: there are none
   int64_t size_ = 0;
 };
 

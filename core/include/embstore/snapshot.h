@@ -49,6 +49,7 @@ class FetchedRows;
 class KeyList;
 class SavedRows;
 class Table;
+struct RowBlock;
 
 class Snapshot {
  public:
@@ -63,6 +64,9 @@ class Snapshot {
   Table& table() const { return *table_; }
   // How many rows there are in all. Over a store the first call lists its keys.
   int64_t rows();
+
+  // The shared rows at that moment, by number.
+  const RowBlock& shared() const { return *shared_; }
 
   // Up to max_rows further rows whose score is at least min_score; values (n, dim) and states (n,
   // state width) are float32 and may be null, and so may uses (n): how often keys were used, where
@@ -110,7 +114,8 @@ class Snapshot {
   std::shared_ptr<Table> table_;
   Snapshot* older_ = nullptr;  // of the same table
   int64_t resident_rows_ = 0;
-  HugeBuffer marks_;  // one byte a row
+  std::unique_ptr<RowBlock> shared_;  // few, so they are copied at once
+  HugeBuffer marks_;                  // one byte a row
   std::mutex walk_mutex_;
   KeyIndex::Walk walk_;
   std::unique_ptr<SavedRows> saved_;

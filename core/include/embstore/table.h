@@ -23,6 +23,9 @@
 //     missing key is looked for below before it is initialised. max_capacity is then a budget: a
 //     batch whose pinned rows do not fit makes the table grow beyond it instead of being refused
 //     keys.
+//  5. Rows below options().shared_rows are shared: they have no key and no slot, are never freed or
+//     evicted, and serve the keys that have no row of their own. One that no training batch has
+//     used yet counts as absent.
 #pragma once
 
 #include <atomic>
@@ -35,6 +38,7 @@
 
 #include "embstore/admission.h"
 #include "embstore/changes.h"
+#include "embstore/frequency_sketch.h"
 #include "embstore/initializer.h"
 #include "embstore/kernels.h"
 #include "embstore/key_index.h"
@@ -66,9 +70,22 @@ struct TableOptions {
   EvictionLog eviction_log = EvictionLog::kOff;
   int64_t eviction_log_capacity = 1 << 20;  // the oldest entries give way, and are counted
   int64_t admission_threshold =
-      0;                         // > 0: a training batch stores a key once it was seen this often
-  std::shared_ptr<Store> store;  // the tier below, or null
+      0;  // > 0: a training batch stores a key once it was seen this often
+  // In a full table a key gets a row only if its aged score is larger than that of the row which
+  // goes. Aged strategies only, without a store and without admission_threshold.
+  bool admit_by_frequency = false;
+  // Of aged strategies, in batches. 0: by the number of keys, see DefaultHalfLife.
+  int64_t half_life = 0;
+  int64_t shared_rows = 0;
+  // How keys choose their shared row. Ranks whose number divides shared_rows then share no row.
+  Ownership shared_by = Ownership::kRoundRobin;
+  bool start_from_shared = true;  // a new row begins with the vector of its shared row
+  std::shared_ptr<Store> store;   // the tier below, or null
 };
+
+// A half-life in keys: long enough to tell the frequencies of rows apart, short enough to follow a
+// stream that changes.
+int64_t DefaultHalfLife(int64_t max_capacity);
 
 // Bytes of a row as a store keeps it.
 int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer);
@@ -165,15 +182,23 @@ class Table : public std::enable_shared_from_this<Table> {
   // Throws InvalidState unless changes are tracked.
   struct Changes {
     RowBlock rows;
+    RowBlock shared;  // all that are in use, changed or not, by number instead of key
     std::vector<int64_t> removed;
   };
   Changes TakeChanges(bool with_states);  // of rows in the table and in the store below it
   // Puts back what was taken but could not be used.
   void RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed);
 
-  // How often keys without a row were seen: AdmissionFilter::Save and Restore. Nothing to save, and
-  // false, without an admission_threshold.
-  std::vector<uint16_t> AdmissionCounters() const;
+  // Shared rows that were used, by number: all of them, and their replacement, after which others
+  // count as unused. Throws InvalidArgument when a number is not below shared_rows. states null:
+  // they start fresh.
+  RowBlock SharedRows() const;
+  void AssignShared(std::span<const int64_t> numbers, const float* values, const float* states);
+
+  // How often keys without a row were seen: AdmissionFilter::Save and Restore, or those of the
+  // FrequencySketch with the moment of the clock before it. Nothing to save, and false, without an
+  // admission_threshold or admit_by_frequency.
+  std::vector<uint16_t> AdmissionCounters();
   bool RestoreAdmissionCounters(std::span<const uint16_t> counters);
 
   // Takes what was evicted since the last call. values and states only if rows are logged.
@@ -207,7 +232,7 @@ class Table : public std::enable_shared_from_this<Table> {
   RowsView rows() const;
   IndexView index() const { return index_->view(); }
   int64_t row_limit() const { return rows_.used(); }  // rows are below it
-  BatchScore NextBatchScore() { return clock_.Next(); }
+  BatchScore NextBatchScore(int64_t keys) { return clock_.Next(keys); }
   // Finds the keys on several threads and renews the scores of those that are there, having
   // announced them to whoever watches.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
@@ -224,8 +249,20 @@ class Table : public std::enable_shared_from_this<Table> {
   // Over a store their rows are fetched first. If the store throws, no key of the call that has not
   // its row yet stays inserted, and no victim is lost.
   // initial (n, dim): what new rows begin with, or null for the initializer.
+  // Occurrences of keys that were not frequent enough are appended to `unadmitted`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                        uint64_t score, const float* initial = nullptr);
+                        uint64_t score, const float* initial, std::vector<uint32_t>& unadmitted);
+  bool has_shared_rows() const { return options_.shared_rows > 0; }
+  // The shared row of a key, or kMissingRow as long as no training batch has used it.
+  Row SharedRow(int64_t key) const;
+  bool IsShared(Row row) const { return row < options_.shared_rows; }
+  bool scores_gradients() const { return options_.score_strategy == ScoreStrategy::kImportance; }
+  // kImportance: adds to the score of a key that has a row. Threads may do so for different keys.
+  void AddToScore(int64_t key, double amount);
+  // kImportance: the same for a key without one, which may earn a row by it.
+  void AddToSketch(int64_t key, double amount);
+  // Gives every occurrence that has no row its shared row, which is in use from now on.
+  void UseShared(const int64_t* keys, Row* rows, std::span<const uint32_t> occurrences);
   // Rows of the missing keys that the store has (none without a store).
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
   // Finds the keys and brings up what is only below. `rows` as above.
@@ -239,8 +276,14 @@ class Table : public std::enable_shared_from_this<Table> {
   void BeforeChange(const IndexEntry& entry);
   void BeforeChange(int64_t key, Row row);  // the same for who knows no slot
   void BeforeChange(std::span<const int64_t> keys, const Row* rows);  // skips kMissingRow
-  // Without a score of its own for a new key: new rows of kLfu begin at one occurrence.
-  bool counts_occurrences() const { return options_.score_strategy == ScoreStrategy::kLfu; }
+  // Scores add up: a key that comes back from a store goes on from the score it had.
+  bool counts_occurrences() const {
+    return options_.score_strategy == ScoreStrategy::kLfu || ages();
+  }
+  bool ages() const {  // its scores are those of aged_score.h
+    return options_.score_strategy == ScoreStrategy::kAgedLfu ||
+           options_.score_strategy == ScoreStrategy::kImportance;
+  }
 
  private:
   friend class Snapshot;
@@ -262,7 +305,20 @@ class Table : public std::enable_shared_from_this<Table> {
   Slot Victim(uint64_t hash) const;
   void Evict(Slot slot, int64_t newcomer, Newcomers& fresh);
   void EvictAside(Newcomers& fresh);
-  void Place(const int64_t* keys, Newcomers& fresh);
+  // Lets newcomers beyond the limit take the rows of keys with smaller scores; the others are left
+  // without a row.
+  void Contest(const int64_t* keys, Newcomers& fresh);
+  void Place(const int64_t* keys, Newcomers& fresh, bool may_evict);
+  uint64_t SumOfScores(uint64_t a, uint64_t b) const;
+  FrequencySketch EmptySketch() const;
+  void BeginShared(Row row);
+  RowBlock CollectShared() const;
+  // Hashes of a class, a power of two of equal ranges, compete for the same rows. They depend on
+  // the options alone, so a table that was dumped and loaded makes the same choices.
+  size_t ClassOf(uint64_t hash) const { return class_bits_ ? hash >> (64 - class_bits_) : 0; }
+  void LowerFloor(uint64_t hash, uint64_t score) {
+    if (!floors_.empty()) floors_[ClassOf(hash)] = std::min(floors_[ClassOf(hash)], score);
+  }
   void Undo(const int64_t* keys, Newcomers& fresh);
   void Unpin(std::span<const Evicted> evicted, const Row* own);
   void FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
@@ -272,7 +328,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // scores: those of new rows, or null for `score`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                         uint64_t score, const uint64_t* scores, const FetchedRows& below,
-                        const float* initial);
+                        const float* initial, std::vector<uint32_t>* unadmitted = nullptr);
   static constexpr int64_t kRowsPerFill = 512;
   static int64_t FillTasks(int64_t rows) { return (rows + kRowsPerFill - 1) / kRowsPerFill; }
   void FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
@@ -327,7 +383,12 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_limit_ = 0;     // rows at most
   int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
-  uint64_t layout_ = 0;  // changes when slots do
+  // With admit_by_frequency, once the table is full. No score in a class is below its floor.
+  std::optional<FrequencySketch> sketch_;
+  std::vector<uint64_t> floors_;
+  int class_bits_ = 0;
+  std::vector<uint8_t> shared_used_;  // by number: a training batch has used it
+  uint64_t layout_ = 0;               // changes when slots do
   TableStats stats_;
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; takes itself off when it ends

@@ -15,7 +15,7 @@ namespace embstore {
 using Slot = int32_t;
 using Row = int32_t;
 
-// The key has no row: it was refused, or it is missing in evaluation. Reads as 0.0.
+// The key has no row, not even a shared one. Reads as 0.0.
 inline constexpr Slot kNoSlot = -1;
 inline constexpr Row kMissingRow = -1;
 // Rows below kMissingRow name a vector that is not stored: row j of a side array of float32
@@ -36,6 +36,8 @@ enum class ScoreStrategy : uint8_t {
   kCustomized = 2,  // what the user set last
   kLfu = 3,         // occurrences so far
   kNoEviction = 4,  // timestamps; the table grows instead of evicting
+  kAgedLfu = 5,     // occurrences, half as much worth after each half-life (aged_score.h)
+  kImportance = 6,  // the norms of the gradients that the row received, aged likewise
 };
 
 // The caller's mistake: the message names the argument and its value. Becomes ValueError.

@@ -25,6 +25,7 @@ from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.reading import DumpTable
+from embstore.checkpoint.shared import chosen, stored_shared
 from embstore.checkpoint.spec import CLOCK_STRATEGIES, ORIGINAL_TYPES, TableSpec
 from embstore.checkpoint.writing import admission_file, counter_files
 from embstore.distributed.ranks import Ranks
@@ -34,6 +35,8 @@ from embstore.rows import Rows
 from embstore.table import Table
 
 MOST_SCORE = (1 << 64) - 1
+# Strategies whose next score goes on from that of the dump.
+CARRIED_SCORES = ("step", "customized", "aged_lfu", "importance")
 MOST_STEP = (1 << 62) - 1
 
 # Takes keys without a row and how often each was seen, in place of what was counted so far.
@@ -50,6 +53,7 @@ class Match:
     fresh          the optimizer state of a new row
     counters       attributes of the table to set when its rows are there
     admission      counters of keys without a row, or None
+    shared         shared rows by number, or None to leave those of the table
     counts         of a counter beside the table: hands them over
     notes          what the user should know: not everything came along
     """
@@ -64,6 +68,7 @@ class Match:
     counters: dict[str, Any]
     admission: npt.NDArray[np.uint16] | None = None
     counts: Callable[[], None] | None = None
+    shared: Rows | None = None
     notes: list[str] = field(default_factory=list)
 
     def assign(self, rows: Rows) -> None:
@@ -91,6 +96,9 @@ class Match:
             self.counts()
         if self.admission is not None and not table.restore_admission_counters(self.admission):
             self.notes.append(_recounted(self.stored))
+        if self.shared is not None:
+            states = self.shared.states if self.optim else None
+            table.assign_shared_rows(self.shared.keys, self.shared.values, states)
 
     def warn(self) -> None:
         for note in self.notes:
@@ -143,7 +151,7 @@ def fit(
         notes=notes,
         counts=None if take_counts is None else _counts(stored, ranks, ownership, take_counts),
     )
-    return replace(match, admission=_admission(match, ranks))
+    return replace(match, admission=_admission(match, ranks), shared=_shared(match, ranks))
 
 
 def _optimizer_of(stored: DumpTable) -> str:
@@ -263,7 +271,7 @@ def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -
         score = number("step_score", MOST_SCORE)
     if strategy == "step" and keep_scores and not score and stored.rows and stored.has_scores:
         score = int(max(r.scores(0, r.part.rows).max(initial=0) for r in stored.readers)) + 1
-    if score and keep_scores and strategy in ("step", "customized"):
+    if score and keep_scores and strategy in CARRIED_SCORES:
         found["score"] = min(score, MOST_SCORE)
     if not optim:
         return found
@@ -286,7 +294,7 @@ def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -
 def _admission(match: Match, ranks: Ranks) -> npt.NDArray[np.uint16] | None:
     """How often keys without a row were seen. Counters know no keys, so they cannot be redistributed."""
     stored = match.stored
-    if not match.table.options.admission_threshold or stored.manifest is None:
+    if not match.table.options.counts_keys or stored.manifest is None:
         return None
     world = stored.manifest.world
     names = [admission_file(stored.name, rank, world) for rank in range(world)]
@@ -298,6 +306,22 @@ def _admission(match: Match, ranks: Ranks) -> npt.NDArray[np.uint16] | None:
     name = names[ranks.rank]
     rows = stored.files()[name]["bytes"] // 2
     return RowFile(stored.folder / name, "<u2", rows, 1).read(0, rows)[:, 0]
+
+
+def _shared(match: Match, ranks: Ranks) -> Rows | None:
+    """What the shared rows of the table become."""
+    found, spec = stored_shared(match.stored), match.stored.spec
+    if found is None or spec is None:
+        return None
+    if not match.table.options.shared_rows:
+        if any(len(rows) for rows in found):
+            match.notes.append(
+                f"shared rows of {match.stored.folder} are not loaded: table {match.stored.name!r} has none; "
+                "ids without a row of their own read 0.0"
+            )
+        return None
+    wanted = TableSpec.of(match.table)
+    return chosen(spec, found, wanted, ranks.rank, ranks.world, match.same_partition)
 
 
 def _recounted(stored: DumpTable) -> str:

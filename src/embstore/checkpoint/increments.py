@@ -203,10 +203,11 @@ class IncrementLog:
                 for _, table in sorted(tables[collection].items()):
                     spec = TableSpec.of(table)
                     with interrupts_held():  # what is taken and not noted down would be lost
-                        rows, removed = table.take_changes()
+                        rows, removed, shared = table.take_all_changes()
                         attempt.taken.append((table, rows.keys, removed))
                     by = ownership_of(ownership, collection, table.name)
-                    sources.append(block_source(collection, spec, len(rows), [rows], removed, by))
+                    kept = shared if spec.shared_rows else None
+                    sources.append(block_source(collection, spec, len(rows), [rows], removed, by, kept))
 
         ranks.agree(take)
         path = self._entry("increment", number)

@@ -13,6 +13,7 @@ from embstore.checkpoint.dumping import start
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.reading import Dump, DumpTable
+from embstore.checkpoint.shared import chosen, stored_shared
 from embstore.checkpoint.sources import Source, block_rows, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import DumpOptions, removed_file
@@ -61,6 +62,7 @@ class Merged:
                     f"of the base are: {ours}"
                 )
         self.spec: TableSpec = newest.spec
+        self._newest = newest
         self.world = newest.world
         self.ownership = newest.entry.ownership if newest.entry else Ownership.ROUNDROBIN
         # For every changed key: the increment that has its row, or -1 when it is gone.
@@ -97,6 +99,13 @@ class Merged:
                     yield rows
                 elif mine.any():
                     yield rows[mine]
+
+    def shared(self, rank: int = 0, world: int = 1) -> Rows | None:
+        """The shared rows of one rank, None where there are none. Every increment has all of them."""
+        found = stored_shared(self._newest)
+        if found is None:
+            return None
+        return chosen(self.spec, found, self.spec, rank, world, alike=world == self._newest.world)
 
     def empty(self) -> Rows:
         """No rows, as wide as the others."""
@@ -147,7 +156,14 @@ def rewrite(
     sizes = [table.rows_of_rank(world) for table in merged]
     parts: dict[int, list[Source]] = {
         rank: [
-            block_source(t.collection, t.spec, rows[rank], t.blocks(rank, world), ownership=t.ownership)
+            block_source(
+                t.collection,
+                t.spec,
+                rows[rank],
+                t.blocks(rank, world),
+                ownership=t.ownership,
+                shared=t.shared(rank, world),
+            )
             for t, rows in zip(merged, sizes)
         ]
         for rank in range(world)

@@ -37,6 +37,7 @@ class Source:
     ownership: AnyOwnership = Ownership.ROUNDROBIN
     admission: npt.NDArray[np.uint16] | None = None
     counts: Counts | None = None
+    shared: Rows | None = None  # by number; None: the table has none
 
     @property
     def name(self) -> tuple[str, str]:
@@ -74,6 +75,7 @@ def table_source(
         ownership=ownership,
         admission=table.admission_counters(),
         counts=counts,
+        shared=Rows(*snapshot[0].shared) if table.options.shared_rows else None,
     )
 
 
@@ -84,6 +86,7 @@ def block_source(
     blocks: Iterable[Rows],
     removed: npt.NDArray[np.int64] | None = None,
     ownership: AnyOwnership = Ownership.ROUNDROBIN,
+    shared: Rows | None = None,
 ) -> Source:
     """Rows that come in blocks, such as those of another dump."""
     lock = threading.Lock()
@@ -108,7 +111,7 @@ def block_source(
                 rest.append(block[n:])
             return n
 
-    return Source(collection, spec, lambda: rows, read, removed=removed, ownership=ownership)
+    return Source(collection, spec, lambda: rows, read, removed=removed, ownership=ownership, shared=shared)
 
 
 def block_rows(spec: TableSpec) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from embstore.optimizers import Optimizer, from_dict
 from embstore.options import DType, ScoreStrategy
+from embstore.ownership import Ownership
 from embstore.table import Table
 
 # The states' names in files: those of the original package where it has the optimizer.
@@ -24,7 +25,8 @@ ORIGINAL_TYPES = {
 # Scores of these strategies are nanoseconds of a clock.
 CLOCK_STRATEGIES = ("timestamp", "no_eviction")
 SCORE_WORDS = ("timestamp", "lfu")
-OPTIONAL = ("evict_least_used", "score_words")  # fields that older dumps do not have
+# Fields that older dumps do not have.
+OPTIONAL = ("evict_least_used", "score_words", "shared_rows", "shared_by")
 
 
 def checked(values: dict[str, Any], name: str, kind: type) -> Any:
@@ -55,6 +57,7 @@ class TableSpec:
     score           what the next training batch would have given its keys
     states          name and width of each optimizer state, in the order of a row
     evict_least_used  whether keys are evicted by how often they were used
+    shared_rows     rows for keys without one of their own, and by what they are chosen (an ownership)
     score_words     of a compound score: what its words are in files of layout v2, else empty
     """
 
@@ -74,11 +77,13 @@ class TableSpec:
     bucket_capacity: int
     evict_least_used: bool = False
     score_words: tuple[str, ...] = ()
+    shared_rows: int = 0
+    shared_by: str = ""
 
     @property
     def counts_uses(self) -> bool:
         """Whether uses are counted beside scores."""
-        return self.evict_least_used and self.score_strategy != "lfu"
+        return self.evict_least_used and self.score_strategy not in ("lfu", "aged_lfu", "importance")
 
     @property
     def state_width(self) -> int:
@@ -130,7 +135,13 @@ class TableSpec:
         count(values, "seed", most=(1 << 64) - 1)
         DType[checked(values, "dtype", str).upper()]
         ScoreStrategy[checked(values, "score_strategy", str).upper()]
-        spec = TableSpec(**{**known, "states": states, "evict_least_used": least_used, "score_words": words})
+        shared: dict[str, Any] = {}
+        if "shared_rows" in values:
+            shared["shared_rows"] = count(values, "shared_rows", 1, 1 << 16)
+            shared["shared_by"] = Ownership[checked(values, "shared_by", str).upper()].name.lower()
+        spec = TableSpec(
+            **{**known, **shared, "states": states, "evict_least_used": least_used, "score_words": words}
+        )
         optimizer = replace(spec.optimizer_object(), lr=values["learning_rate"])  # validates both
         if states != tuple(optimizer.state_names(spec.dim)):
             raise ValueError(f"states should be those of {type(optimizer).__name__} but are: {states}")
@@ -160,6 +171,8 @@ class TableSpec:
             bucket_capacity=options.bucket_capacity,
             evict_least_used=options.evict_least_used,
             score_words=table.score_words,
+            shared_rows=options.shared_rows,
+            shared_by=table.shared_by.name.lower() if options.shared_rows else "",
         )
 
     def optimizer_arguments(self) -> dict[str, Any]:
@@ -179,7 +192,8 @@ class TableSpec:
 
     def original_arguments(self, ownership: str) -> dict[str, Any]:
         """The same for the newest original layout, where it is the meta file of the table."""
-        evict = "KLfu" if self.score_strategy == "lfu" or self.score_words else "KCustomized"
+        counts = self.score_strategy in ("lfu", "aged_lfu") or self.score_words
+        evict = "KLfu" if counts else "KCustomized"
         arguments = self.optimizer_arguments()
         arguments["opt_type"] = ORIGINAL_TYPES.get(self.engine_optimizer, self.engine_optimizer)
         arguments["evict_strategy"] = f"EvictStrategy.{'KLru' if self.keeps_ages else evict}"

@@ -32,9 +32,10 @@ except ImportError as error:
 
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.fitting import scores_carry
+from embstore.checkpoint.fitting import CARRIED_SCORES, scores_carry
 from embstore.checkpoint.loading import ORDERED_ROWS, ascending_rows, losses_told
 from embstore.checkpoint.parts import Array
+from embstore.checkpoint.shared import as_records, chosen, from_records
 from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import ranks_of
 from embstore.ownership import AnyOwnership, Ownership, owner
@@ -42,7 +43,7 @@ from embstore.rows import Rows
 from embstore.table import Table
 
 _PART = re.compile(
-    r"(?P<table>.+)\.rank_(?P<rank>\d+)_of_(?P<world>\d+)\.(?P<field>keys|values|states|scores|admission|spec)"
+    r"(?P<table>.+)\.rank_(?P<rank>\d+)_of_(?P<world>\d+)\.(?P<field>keys|values|states|scores|admission|shared|spec)"
 )
 
 
@@ -83,6 +84,9 @@ class TablesState(Stateful):
             admission = table.admission_counters()
             if admission is not None:
                 state[f"{part}.admission"] = torch.from_numpy(admission.view(np.int16))
+            if table.options.shared_rows:
+                records = as_records(table.shared_rows(), optim=True)
+                state[f"{part}.shared"] = torch.from_numpy(records)
             described = {**TableSpec.of(table).to_dict(), "ownership": self._owners(label).name}
             text = json.dumps(described, sort_keys=True)
             state[f"{part}.spec"] = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
@@ -155,9 +159,14 @@ class TablesState(Stateful):
                 count(len(block))
         table.optimizer_step, table.learning_rate = spec.optimizer_step, spec.learning_rate
         table.reseed(spec.seed)
-        if spec.score and strategy == spec.score_strategy and strategy in ("step", "customized"):
+        if spec.score and strategy == spec.score_strategy and strategy in CARRIED_SCORES:
             table.score = spec.score
-        self._restore_admission(label, table, parts, saved_by == by.name and world == self._ranks.world)
+        alike = saved_by == by.name and world == self._ranks.world
+        self._restore_admission(label, table, parts, alike)
+        if spec.shared_rows and table.options.shared_rows:
+            saved = [from_records(parts[rank, world]["shared"], table.dim) for rank in range(world)]
+            mine_shared = chosen(spec, saved, TableSpec.of(table), self._ranks.rank, self._ranks.world, alike)
+            table.assign_shared_rows(mine_shared.keys, mine_shared.values, mine_shared.states)
         return table
 
     def _described(
@@ -204,7 +213,7 @@ class TablesState(Stateful):
         self, label: str, table: Table, parts: dict[tuple[int, int], dict[str, Array]], alike: bool
     ) -> None:
         counters = parts[self._ranks.rank if alike else 0, len(parts)].get("admission")
-        if not table.options.admission_threshold or counters is None:
+        if not table.options.counts_keys or counters is None:
             return
         if not alike or not table.restore_admission_counters(counters.view(np.uint16)):
             warnings.warn(

@@ -25,6 +25,7 @@ from embstore.checkpoint import manifest
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.files import combine, crc32, write_at, write_durably
 from embstore.checkpoint.names import file_stem
+from embstore.checkpoint.shared import as_records, shared_file
 from embstore.checkpoint.sources import Source, block_rows, empty_block
 from embstore.distributed.ranks import Ranks
 from embstore.formats.dynamicemb import Column, arguments_file, columns_to_write
@@ -240,6 +241,10 @@ class DumpJob:
                 if source.admission is not None:
                     name = admission_file(source.spec.name, rank, self._world)
                     found |= {name: [write_array(folder / name, source.admission)]}
+                if source.shared is not None:
+                    name = shared_file(source.spec.name, rank, self._world)
+                    records = as_records(source.shared, self._options.optim)
+                    found |= {name: [write_array(folder / name, records)]}
                 for file, array in zip(
                     counter_files(source.spec.name, rank, self._world), source.counts or ()
                 ):

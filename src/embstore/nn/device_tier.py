@@ -55,11 +55,12 @@ class DeviceTier:
             raise ValueError("device should hold data but is: meta")
         if table.options.dtype != DType.FLOAT32:
             raise ValueError(f"dtype should be FLOAT32 for a device tier but is: {table.options.dtype.name}")
-        if table.options.admission_threshold:
-            raise ValueError(
-                "admission_threshold should be 0 for a device tier, which holds every key of its batches, "
-                f"but is: {table.options.admission_threshold}"
-            )
+        for option in ("admission_threshold", "admission", "shared_rows"):
+            if value := getattr(table.options, option):
+                raise ValueError(
+                    f"{option} should be 0 for a device tier, which holds every key of its batches, "
+                    f"but is: {value!r}"
+                )
         require_rule(table.options.optimizer)
         rows = as_integer(rows, 1, (1 << 29) - 1, "rows")
         self.table = table

@@ -4,10 +4,11 @@
     loss = model(embedding(ids)).sum()
     loss.backward()                  # the rows have moved: no optimizer.step() is needed
 
-Training inserts missing ids; `eval()` reads 0.0 for them and changes nothing. Rows live in host memory:
-ids may be on any device, and the vectors come back there. With `device_rows` the rows in use live on the
-device of the module (see embstore.nn.device_tier). With `process_group` (or `sharded=True`) they are spread
-over ranks (see embstore.nn.sharded).
+Training inserts missing ids; `eval()` reads 0.0 for them and changes nothing. A full table (max_capacity)
+gives its rows to the ids that are frequent lately; all others read and train one shared row. Rows live in
+host memory: ids may be on any device, and the vectors come back there. With `device_rows` the rows in use
+live on the device of the module (see embstore.nn.device_tier). With `process_group` (or `sharded=True`) they
+are spread over ranks (see embstore.nn.sharded).
 """
 
 from __future__ import annotations
@@ -33,16 +34,25 @@ from embstore.nn.served import (
     ServedEmbeddingCollection,
 )
 from embstore.nn.table_module import TableModule
-from embstore.options import TableOptions
+from embstore.options import DEFAULT_MAX_CAPACITY, Admission, ScoreStrategy, TableOptions
 from embstore.table import Table
 
 if TYPE_CHECKING:
     from embstore.serving.models import ServedTables
 
 
-def _new_table(options: TableOptions) -> Table:
+def _new_table(options: TableOptions, device_rows: int) -> Table:
     """A table of a module. Without a seed it gets one from torch's generator, so that modules start
-    differently and torch.manual_seed governs them."""
+    differently and torch.manual_seed governs them. One that may have to evict keeps the rows of ids that
+    are frequent lately and has a shared row for the others, unless its options say something else."""
+    bounded = options.max_capacity < DEFAULT_MAX_CAPACITY and not device_rows
+    if bounded and not options.says_what_goes:
+        options = replace(
+            options,
+            score_strategy=ScoreStrategy.AGED_LFU,
+            admission=Admission.FREQUENCY,
+            shared_rows=1,
+        )
     if options.seed is None:
         options = replace(options, seed=int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64)))
     return Table(options)
@@ -66,7 +76,7 @@ class _SingleTable(TableModule):
             if table is None:
                 if dim is None:
                     raise ValueError("dim should be given unless a table is")
-                return [_new_table(TableOptions(name=name, dim=dim, **options))]
+                return [_new_table(TableOptions(name=name, dim=dim, **options), device_rows)]
             if dim is not None or options:
                 raise ValueError("table should come without dim and table options")
             return [table]
@@ -170,7 +180,7 @@ class TableCollection(TableModule):
         sharded: bool = False,
     ) -> None:
         super().__init__(
-            lambda: [t if isinstance(t, Table) else _new_table(t) for t in tables],
+            lambda: [t if isinstance(t, Table) else _new_table(t, device_rows) for t in tables],
             features,
             update_in_backward=update_in_backward,
             max_norm=max_norm,

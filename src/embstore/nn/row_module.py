@@ -54,16 +54,25 @@ class PendingGradients:
     """Gradients that wait for a step: "accumulate now, step later"."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, _Sums] = {}
+        # By table; True: of its shared rows, by number, since a key may get a row before the step.
+        self._sums: dict[tuple[str, bool], _Sums] = {}
 
     def add(self, gradients: Gradients) -> None:
         for table, request, pins in gradients:
-            keys, sums = map(torch.from_numpy, _core.reduce_gradients(request))
-            pending = self._sums.get(table.name)
-            if pending is None:
-                self._sums[table.name] = _Sums(keys, sums, [pins])
-            else:
-                pending.add(keys, sums, pins)
+            keys, sums, numbers = map(torch.from_numpy, _core.reduce_gradients(request))
+            shared = numbers.numel()
+            self._add((table.name, False), keys[shared:], sums[shared:], pins)
+            if shared:
+                self._add((table.name, True), numbers, sums[:shared], pins)
+
+    def _add(
+        self, where: tuple[str, bool], keys: torch.Tensor, sums: torch.Tensor, pins: _core.SlotList
+    ) -> None:
+        pending = self._sums.get(where)
+        if pending is None:
+            self._sums[where] = _Sums(keys, sums, [pins])
+        else:
+            pending.add(keys, sums, pins)
 
     def measure(self) -> tuple[float, float]:
         """The sum of squares, and the largest magnitude."""
@@ -83,7 +92,10 @@ class PendingGradients:
     def apply(self, tables: Sequence[Table], factor: float = 1.0, bound: float | None = None) -> None:
         """One update of every table, with gradients changed as by `change`; what is pending stays."""
         for table in tables:
-            pending = self._sums.get(table.name)
+            shared = self._sums.get((table.name, True))
+            if shared is not None:
+                table.apply_gradients_to_shared(shared.keys, _changed(shared.sums, factor, bound))
+            pending = self._sums.get((table.name, False))
             if pending is None:
                 table.optimizer_step += 1
             else:

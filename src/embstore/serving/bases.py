@@ -4,6 +4,7 @@
       serving.json          what the base was made of, sealed by a checksum
       model/user.index      key -> row number, cache lines of five entries
       model/user.rows       the vectors; absent where they are read from the dump itself
+      model/user.shared     shared rows: number and vector; absent where the table has none
 
 `Reader` keeps bases in a cache folder, so a dump is indexed once per host. `prepare` writes one to ship.
 """
@@ -31,8 +32,12 @@ from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import read_sealed, sealed, write_durably
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
+from embstore.checkpoint.shared import as_records, combined, from_records, shared_file, stored_shared
 from embstore.checkpoint.spec import TableSpec
+from embstore.checkpoint.writing import write_array
 from embstore.options import DType, as_enum
+from embstore.ownership import Ownership
+from embstore.rows import Rows
 
 NAME = "serving.json"
 FORMAT = "embstore-serving"
@@ -237,6 +242,10 @@ def _write_table(table: DumpTable, folder: Path, dtype: RowDType, rows_inside: b
         parts = [(keys, rows, table.rows, _core.served_row_bytes(table.dim, dtype), 0)]
     built = served_table(table.spec, dtype, "zero", parts, None, keys_crc)
     built.save_index(os.fspath(folder / f"{stem}.index"), keys_crc)
+    if table.spec.shared_rows:
+        records = as_records(shared_of(table), optim=False)
+        _, size, crc = write_array(folder / f"{stem}.shared", records)
+        files[f"{stem}.shared"] = {"bytes": size, "crc32": crc}
     return {
         "spec": table.spec.to_dict(),
         "rows": table.rows,
@@ -304,15 +313,52 @@ def _open_table(
     if dump is not None:
         table = dump[collection][spec.name]
         parts = dump_parts(table, verify=_identities(table) != facts["seen"])
-        return served_table(spec, dtype, missing, parts, index, keys_crc)
-    listed = facts["files"][f"{stem}.rows"]
-    mapped = map_file(folder / f"{stem}.rows", int(listed["bytes"]))
-    if (crc := mapped.checksum()) != listed["crc32"]:
-        raise CheckpointError(
-            f"{folder / stem}.rows: is damaged: expected crc32 {listed['crc32']}, found {crc}"
-        )
+        served = served_table(spec, dtype, missing, parts, index, keys_crc)
+        return _with_shared_file(served, spec, folder, facts)
+    mapped = _map_own(folder / f"{stem}.rows", facts)
     part = (None, mapped, rows, _core.served_row_bytes(spec.dim, dtype), 0)
-    return served_table(spec, dtype, missing, [part], index, keys_crc)
+    served = served_table(spec, dtype, missing, [part], index, keys_crc)
+    return _with_shared_file(served, spec, folder, facts)
+
+
+def _map_own(path: Path, facts: dict[str, Any]) -> _core.MappedFile:
+    """A file of the base itself."""
+    listed = facts["files"][path.name]
+    mapped = map_file(path, int(listed["bytes"]))
+    if (crc := mapped.checksum()) != listed["crc32"]:
+        raise CheckpointError(f"{path}: is damaged: expected crc32 {listed['crc32']}, found {crc}")
+    return mapped
+
+
+# ---- shared rows, which ids without a row of their own read
+
+
+def shared_of(table: DumpTable) -> Rows:
+    """The shared rows of all ranks, verified."""
+    assert table.manifest is not None
+    for rank in range(table.manifest.world):
+        name = shared_file(table.name, rank, table.manifest.world)
+        if name in table.files():
+            map_listed(table, table.folder / name)
+    return combined(stored_shared(table) or [])
+
+
+def with_shared(served: _core.ServedTable, spec: TableSpec, shared: Rows) -> _core.ServedTable:
+    """The same table; ids without a row of their own read these."""
+    numbers, values = shared.keys, np.ascontiguousarray(shared.values, np.float32)
+    by = Ownership[spec.shared_by.upper()]
+    return served.with_shared(spec.shared_rows, int(by), address(numbers), len(numbers), address(values))
+
+
+def _with_shared_file(
+    served: _core.ServedTable, spec: TableSpec, folder: Path, facts: dict[str, Any]
+) -> _core.ServedTable:
+    if not spec.shared_rows:
+        return served
+    path = folder / f"{file_stem(spec.name)}.shared"
+    _map_own(path, facts)
+    records = np.fromfile(path, np.uint8).reshape(-1, 8 + 4 * spec.dim)
+    return with_shared(served, spec, from_records(records, spec.dim))
 
 
 # ---- the cache of a host

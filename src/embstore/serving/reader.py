@@ -39,6 +39,8 @@ from embstore.serving.bases import (
     is_base,
     map_listed,
     open_base,
+    shared_of,
+    with_shared,
 )
 
 logger = logging.getLogger("embstore.serving")
@@ -123,7 +125,8 @@ class Reader:
 
     path     the folder of a dump, of a log, or of a base that `prepare` wrote
     dtype    "float32", "float16", "bfloat16" or "int8": how rows are kept. A prepared base has its own
-    missing  what an id without a row reads: "zero", or "initial" for the vector it would start with
+    missing  what an id without a row, own or shared, reads: "zero", or "initial" for the vector it would
+             start with
     cache    folder for index files, shared by the processes of a host; default ~/.cache/embstore/serving
     options  for fsspec, where `path` is a URL such as "s3://bucket/log": files are copied to the cache first
 
@@ -329,6 +332,8 @@ class Reader:
                 removed.bytes // 8 if removed else 0,
                 increment_parts(table, self._dtype),
             )
+            if table.spec is not None and table.spec.shared_rows:
+                tables[collection, name] = with_shared(tables[collection, name], table.spec, shared_of(table))
         of = dump.manifest
         assert of is not None
         return _state(_number(dump), state.base, of.taken_ns, state.dump, tables)

@@ -1,0 +1,59 @@
+// Aged scores: sums that lose half of their weight with every half-life, as plain integers.
+//
+// Nothing that is stored is ever halved. What is added grows instead: an amount that comes in
+// half-life h counts 2^h times. So scores of any age compare as integers, in a table, in a store
+// below it and in a dump.
+//
+//     bits    63 ...... 40   39 ...... 0      value = (1 + fraction / 2^40) * 2^(exponent -
+//     kAgedBias)
+//             exponent       fraction
+//
+// Adding the same amount several times gives the same bits in any order. 0 means nothing.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+
+namespace embstore {
+
+inline constexpr int kAgedFractionBits = 40;
+inline constexpr uint64_t kAgedOne = uint64_t{1} << kAgedFractionBits;
+inline constexpr int64_t kAgedBias = 1 << 20;
+inline constexpr int64_t kAgedMostExponent = (1 << 24) - 1;
+
+inline uint64_t AddAged(uint64_t a, uint64_t b) {
+  if (a < b) std::swap(a, b);
+  const uint64_t apart = (a >> kAgedFractionBits) - (b >> kAgedFractionBits);
+  if (b == 0 || apart > kAgedFractionBits) return a;
+  uint64_t exponent = a >> kAgedFractionBits;
+  uint64_t sum = (a % kAgedOne | kAgedOne) + ((b % kAgedOne | kAgedOne) >> apart);
+  if (sum >= 2 * kAgedOne) {
+    if (exponent == kAgedMostExponent) return UINT64_MAX;
+    sum >>= 1;
+    ++exponent;
+  }
+  return exponent << kAgedFractionBits | sum % kAgedOne;
+}
+
+// REQUIRES amount > 0. The score of an amount that comes in this half-life.
+inline uint64_t AgedScore(double amount, int64_t half_life) {
+  int exponent = 0;
+  const double fraction = 2.0 * std::frexp(amount, &exponent) - 1.0;  // of [0, 1)
+  const int64_t biased =
+      std::clamp<int64_t>(kAgedBias + half_life + exponent - 1, 1, kAgedMostExponent);
+  return static_cast<uint64_t>(biased) << kAgedFractionBits |
+         static_cast<uint64_t>(fraction * static_cast<double>(kAgedOne));
+}
+
+// What a score is worth in this half-life; the inverse of AgedScore.
+inline double AgedAmount(uint64_t score, int64_t half_life) {
+  if (score == 0) return 0.0;
+  const auto exponent =
+      static_cast<int64_t>(score >> kAgedFractionBits) - kAgedBias - half_life - kAgedFractionBits;
+  return std::ldexp(static_cast<double>(score % kAgedOne | kAgedOne),
+                    static_cast<int>(std::clamp<int64_t>(exponent, -4000, 4000)));
+}
+
+}  // namespace embstore

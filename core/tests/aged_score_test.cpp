@@ -1,0 +1,59 @@
+#include "embstore/aged_score.h"
+
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "embstore/score_clock.h"
+
+namespace embstore {
+namespace {
+
+TEST(Aged scores add up as numbers do and compare as integers) {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 1000; ++round) {
+    double sum = 0.0;
+    uint64_t score = 0;
+    for (int64_t half_life = 0; half_life < 40; half_life += static_cast<int64_t>(random() % 5)) {
+      const double amount = std::ldexp(static_cast<double>(random() % 1000 + 1), -5);
+      score = AddAged(score, AgedScore(amount, half_life));
+      sum += std::ldexp(amount, static_cast<int>(half_life));
+    }
+    CHECK(std::abs(AgedAmount(score, 0) / sum - 1.0) < 1e-9);
+    CHECK_EQ(AgedAmount(score, 3), AgedAmount(score, 0) / 8);
+    CHECK(AgedScore(AgedAmount(score, 11), 11) == score);
+    CHECK(AddAged(score, AgedScore(sum, 0)) > score);
+  }
+  CHECK_EQ(AddAged(0, 5), uint64_t{5});
+  CHECK(AddAged(UINT64_MAX, UINT64_MAX) == UINT64_MAX);
+  CHECK(AgedScore(3.0, 9) < AgedScore(2.0, 10));
+  CHECK(AgedScore(4.0, 9) == AgedScore(2.0, 10));
+  CHECK(AgedScore(1e-12, 0) > 0);
+}
+
+TEST(A clock of batches or of keys goes on where it was) {
+  for (const bool in_batches : {true, false}) {
+    for (const int64_t length : {1, 3, 97, 1 << 20}) {
+      ScoreClock clock(ScoreStrategy::kAgedLfu, {length, in_batches}, "t");
+      for (int64_t batch = 1; batch < 300; ++batch) {
+        clock.Next(7);
+        const int64_t ticks = in_batches ? batch : 7 * batch;
+        CHECK_EQ(clock.half_life(), ticks / length);
+        ScoreClock other(ScoreStrategy::kAgedLfu, {length, in_batches}, "t");
+        other.set_step(clock.Peek());
+        CHECK_EQ(other.Peek(), clock.Peek());
+        CHECK_EQ(other.half_life(), clock.half_life());
+      }
+    }
+  }
+  ScoreClock clock(ScoreStrategy::kImportance, {5, true}, "t");
+  CHECK_THROWS(InvalidArgument, "should be one that an aged table gave, for table 't', but is: 7",
+               clock.set_step(7));
+}
+
+}  // namespace
+}  // namespace embstore
+
+TEST_MAIN()
