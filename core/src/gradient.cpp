@@ -49,7 +49,7 @@ struct Bags {
   }
 };
 
-// The vector of every occurrence, for a batch that is not pooled but lies in runs.
+// The vector number of every occurrence, for a batch that is not pooled but stored in runs.
 RecycledBuffer VectorNumbers(const GradientRequest& request) {
   RecycledBuffer numbers(static_cast<size_t>(request.slots->size()) * sizeof(uint32_t));
   for (size_t run = 0; run + 1 < request.offsets.size(); ++run) {
@@ -60,7 +60,7 @@ RecycledBuffer VectorNumbers(const GradientRequest& request) {
   return numbers;
 }
 
-// One request on its way through the sort.
+// A request in progress.
 struct Work {
   const GradientRequest* request;
   std::unique_ptr<Bags> bags;

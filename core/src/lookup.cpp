@@ -19,7 +19,7 @@ struct Share {
   std::vector<uint32_t> missing;  // occurrences without a row, ascending
 };
 
-// One request while it is being answered.
+// A request in progress.
 struct Work {
   const LookupRequest* request;
   Row* numbers;  // of its occurrences
@@ -47,7 +47,7 @@ struct Work {
       }
       return;
     }
-    // Bags by the number of their keys; empty bags count a little, for their zeros.
+    // Divides bags by their number of keys; empty bags count a little, since they are zeroed.
     const auto bags = static_cast<int64_t>(request->offsets.size()) - 1;
     for (int64_t first = 0, last; first < bags; first = last) {
       for (last = first + 1; last < bags && request->offsets[static_cast<size_t>(last)] -
@@ -60,9 +60,9 @@ struct Work {
     }
   }
 
-  // All slots of a share first, then all vectors: the one loop waits for the index, the other for
-  // rows, and each keeps as many misses in flight as the machine allows. Vectors of missing keys
-  // are written again once they have a row.
+  // All rows of a share first, then all vectors: one loop waits for the index, the other for row
+  // memory, and each keeps as many cache misses in flight as the machine allows. Vectors of missing
+  // keys are written again once they have a row.
   void Answer(Share& share) {
     int64_t begin = share.first, end = share.last;
     if (pooled()) {
@@ -114,7 +114,7 @@ struct Work {
   void AnswerAgain(const Share& share) const {
     const RowsView rows = request->table->rows();
     if (!pooled()) {
-      // Runs, since a gather fetches the rows of its run ahead.
+      // In runs, since a gather prefetches the rows of its run.
       const std::vector<uint32_t>& missing_here = share.missing;
       for (size_t j = 0, end = 0; j < missing_here.size(); j = end) {
         for (end = j + 1; end < missing_here.size();) {
@@ -142,7 +142,7 @@ struct Work {
     }
   }
 
-  // The vector that a new row of this occurrence would begin with.
+  // The initial vector of this occurrence's key.
   void InitialVector(uint32_t occurrence, float* vector) const {
     const auto dim = static_cast<size_t>(request->table->dim());
     if (request->initial) {
@@ -209,8 +209,7 @@ void Validate(std::span<const LookupRequest> requests) {
   }
 }
 
-// Locks of all tables, taken in the order of their addresses so that two calls cannot wait for each
-// other.
+// Locks all tables in the order of their addresses, so that two calls cannot deadlock.
 template <typename Guard>
 std::vector<Guard> LockAll(std::span<const LookupRequest> requests) {
   std::vector<const Table*> tables;
@@ -232,7 +231,7 @@ void InsertAll(std::vector<Work>& works) {
         work.request->table->InsertMissing(work.request->keys.data(), work.numbers, work.missing,
                                            work.score.score, work.request->initial, work.waiting);
   };
-  // Many tables share the threads between them, few share them inside.
+  // Many tables run in parallel; few run one by one, each on several threads.
   if (static_cast<int>(busy.size()) >= NumThreads()) {
     ParallelFor(static_cast<int64_t>(busy.size()),
                 [&](int64_t i) { insert(*busy[static_cast<size_t>(i)]); });

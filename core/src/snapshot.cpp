@@ -16,7 +16,7 @@
 namespace embstore {
 namespace {
 
-// Keys listed, or read from the store, under one hold of the lock.
+// How many keys are listed, or read from the store, at a time.
 constexpr int64_t kKeysPerHold = 16384;
 
 }  // namespace
@@ -89,7 +89,7 @@ void Snapshot::FailAll() {
   for (Snapshot* at = this; at; at = at->older_) at->Fail();
 }
 
-// The first to ask gets the error itself: some cannot be thrown twice (those of Python).
+// The first caller gets the error itself; Python's errors cannot be thrown twice.
 void Snapshot::RethrowFailure() {
   if (getpid() != process_) {
     throw InvalidState("a snapshot of table '" + table_->options_.name +
@@ -122,7 +122,7 @@ void Snapshot::Save(const IndexEntry& entry) {
   std::atomic_ref<uint8_t> state = mark(entry.row);
   uint8_t seen = state.load(std::memory_order_acquire);
   while (seen != kSettled) {
-    if (seen == kSaving) {  // another thread copies this row; it must be done before it changes
+    if (seen == kSaving) {  // another thread is copying this row: wait for it
       seen = state.load(std::memory_order_acquire);
       continue;
     }
@@ -135,7 +135,7 @@ void Snapshot::Save(const IndexEntry& entry) {
     } catch (...) {
       Fail();
     }
-    // Also where it failed: whoever waits for this row must not wait in vain.
+    // Also after a failure: other threads wait for this.
     state.store(kSettled, std::memory_order_release);
     return;
   }
@@ -274,7 +274,7 @@ void Snapshot::List() {
   for (scanner->Next(kKeysPerHold, keys); !keys.empty(); scanner->Next(kKeysPerHold, keys)) {
     std::shared_lock guard(table_->lock_);
     table_->RequireOpen();
-    if (all_preserved_) break;  // what is below now came later
+    if (all_preserved_) break;  // what is below now is newer
     resident.resize(keys.size());
     table_->LockedResident(keys, resident.data());
     std::lock_guard below_guard(below_mutex_);
@@ -318,7 +318,7 @@ bool Snapshot::ReadBelow(Output& out, int64_t room) {
     std::lock_guard below_guard(below_mutex_);
     for (const int64_t key : keys) {
       const int64_t place = below_->Find(key);
-      if (below_->marked(place)) continue;  // saved meanwhile
+      if (below_->marked(place)) continue;  // saved in the meantime
       below_->Mark(place);
       ours.push_back(key);
     }
@@ -342,7 +342,7 @@ int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, floa
     RethrowFailure();
     {
       std::lock_guard guard(rest_mutex_);
-      // Saved rows first, so that their memory is free again soon.
+      // Saved rows first, to free their memory soon.
       if (rest_->next == rest_->block.count()) {
         *rest_ = {};
         saved_->Take(rest_->block, /*full_only=*/!all_given);
@@ -362,7 +362,7 @@ int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, floa
     try {
       all_given = !table_->below_.exists() || !ReadBelow(out, max_rows - out.count);
     } catch (...) {
-      Fail();  // what this thread was about to give is lost
+      Fail();  // the rows of this call are lost
     }
   }
   return out.count;

@@ -133,7 +133,7 @@ Table::~Table() = default;
 
 void Table::AfterForkInChild(bool whole) {
   lock_.Renew();
-  // Who reads a snapshot, or fetches rows ahead, is a thread of the parent.
+  // The threads that read snapshots or fetch rows ahead exist only in the parent.
   snapshot_ = nullptr;
   below_.RenewAfterFork();
   if (whole) return;

@@ -1,4 +1,4 @@
-// Who watches a table: snapshots, which want rows as they were, and tracked changes.
+// The watchers of a table: snapshots, which keep rows as they were, and tracked changes.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -67,7 +67,7 @@ Table::Changes Table::TakeChanges(bool with_states) {
   return taken;
 }
 
-// What was evicted is not gone where there is a store: its row has changed, and is below.
+// Over a store, an evicted key is not gone: its changed row is below.
 void Table::TakeFromBelow(Changes& taken, bool with_states) const {
   std::vector<int64_t> gone;
   constexpr size_t kKeysAtOnce = 16384;

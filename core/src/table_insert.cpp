@@ -1,4 +1,4 @@
-// How keys that are missing get rows: room, eviction, protection of pinned rows, admission.
+// How missing keys get rows: room, eviction, protection of pinned rows, admission.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -45,8 +45,8 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
   return fresh;
 }
 
-// The slot to give up for this key, or kNoSlot. Rows of other live batches are the last to go,
-// since their gradients are lost; over a store the table rather grows.
+// The slot to give up for this key, or kNoSlot. Rows of other live batches go last, since their
+// gradients are lost; over a store the table grows instead.
 Slot Table::Victim(uint64_t hash) const {
   const auto is_pinned = [&](Row row) { return pins_.IsHeld(row); };
   const auto worth = [&](const IndexEntry& entry) { return Worth(entry); };
@@ -66,8 +66,8 @@ void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
   pins_.Hold(victim.row);
 }
 
-// Keys of the overflow area belong to no bucket, so nobody's search for a victim meets them: those
-// with the smallest scores go before the victims of the first newcomers.
+// Keys of the overflow area belong to no bucket, so no search for a victim finds them. Those with
+// the smallest scores go before the victims of the first newcomers.
 void Table::EvictAside(Newcomers& fresh) {
   std::vector<IndexEntry> aside;
   index_->VisitOverflow([&](Slot, const IndexEntry& entry) {
@@ -92,7 +92,7 @@ void Table::Place(const int64_t* keys, Newcomers& fresh, bool may_evict) {
   const int64_t n = fresh.size();
   const int64_t parts = n < kWorthSharing ? 1 : NumThreads();
   ParallelFor(parts, [&](int64_t part) {
-    constexpr int64_t kAhead = 12, kAheadWhole = 3;  // whole buckets fill the first cache soon
+    constexpr int64_t kAhead = 12, kAheadWhole = 3;  // whole buckets fill the L1 cache quickly
     for (int64_t j = 0; j < n; ++j) {
       const int64_t ahead = j + (j + kAhead < fresh.plain ? kAhead : kAheadWhole);
       if (ahead < n) {
@@ -123,7 +123,7 @@ void Table::Place(const int64_t* keys, Newcomers& fresh, bool may_evict) {
   }
 }
 
-// Back to before Place. Rows have not been touched, so the index alone has to go back.
+// Undoes Place. Rows have not been touched, so only the index has to be restored.
 void Table::Undo(const int64_t* keys, Newcomers& fresh) {
   for (int64_t j = 0; j < fresh.size(); ++j) {
     const auto at = static_cast<size_t>(j);
@@ -156,7 +156,7 @@ void Table::FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& b
   });
 }
 
-// Lists of other batches forget the rows that were taken from them.
+// Takes the evicted rows from the lists of other batches.
 void Table::Unpin(std::span<const Evicted> evicted, const Row* own) {
   if (std::none_of(evicted.begin(), evicted.end(), [](const Evicted& e) { return e.pinned; })) {
     return;
@@ -183,7 +183,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
                              const float* initial, std::vector<uint32_t>* unadmitted) {
   if (missing.empty()) return 0;
   if (snapshot_ && below_.exists()) snapshot_->PreserveBelow(keys, missing, below);
-  // What may fail for want of memory comes first, or can be taken back.
+  // Whatever may run out of memory comes first, or can be undone.
   Newcomers fresh = Distinct(keys, missing, score, scores, below);
   const int64_t n = fresh.size(), size = index_->size();
   fresh.plain = std::clamp<int64_t>(row_limit_ - size, 0, n);
@@ -212,7 +212,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
     if (snapshot_ && below_.exists()) {
       for (const Evicted& gone : evicted) snapshot_->Leave(gone.entry.key);
     }
-    WriteBack(evicted);  // the last moment: rows are still those of the victims
+    WriteBack(evicted);  // the rows still hold what the victims had
     LogEvictions(evicted);
   } catch (...) {
     Undo(keys, fresh);
@@ -248,7 +248,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   return refused;
 }
 
-// Over a store: rows for those newcomers that are left, whatever the budget says.
+// Over a store: gives rows to the remaining newcomers, beyond the budget.
 void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
                                const float* initial) {
   Newcomers rest;
@@ -274,7 +274,7 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
       throw;
     }
   } catch (...) {
-    // The keys of the call go again. Their victims are below, so nothing is lost.
+    // Removes the keys of the call. Their victims are below, so nothing is lost.
     int64_t erased = 0;
     for (int64_t j = 0; j < fresh.size(); ++j) {
       const auto at = static_cast<size_t>(j);
@@ -301,7 +301,7 @@ void Table::LogEvictions(std::span<Evicted> evicted) {
     for (const Evicted& gone : evicted) changes_->Remove(gone.entry.key);
   }
   if (options_.eviction_log == EvictionLog::kOff) return;
-  // They come in the order of the threads that found them; the log must not depend on those.
+  // Their order depends on the threads; that of the log must not.
   std::sort(evicted.begin(), evicted.end(),
             [](const Evicted& a, const Evicted& b) { return a.entry.row < b.entry.row; });
   const bool with_rows = options_.eviction_log == EvictionLog::kRows;

@@ -1,4 +1,4 @@
-// Rows in and out of a table by key, outside of training.
+// Reading and writing rows by key, outside of training.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -140,7 +140,7 @@ void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score)
     if (counts_apart() && score.update != ScoreUpdate::kKeep) CountUses(rows, n);
     return;
   }
-  // The score of a hit changes as well, so its row is announced first.
+  // A hit changes the score too, so its row is announced first.
   const RecycledBuffer buffer(keys.size() * sizeof(Slot));
   const Slot* const slots = buffer.as<Slot>();
   find(view, keys.data(), n, buffer.as<Slot>(), rows, ScoreUpdate::kKeep, 0);
@@ -175,7 +175,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   if (scores && n > 0) clock_.RaiseAbove(*std::max_element(scores, scores + n));
   Row* const rows = list->rows();
   FindAll(keys, rows, batch);
-  if (watched()) BeforeChange(keys, rows);  // rows change even where scores stay
+  if (watched()) BeforeChange(keys, rows);  // rows change even if scores do not
   std::vector<uint32_t> missing;
   std::vector<uint8_t> is_new(scores ? keys.size() : 0);  // inserted with its score
   for (int64_t i = 0; i < n; ++i) {
@@ -183,7 +183,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
     missing.push_back(static_cast<uint32_t>(i));
     if (scores) is_new[static_cast<size_t>(i)] = 1;
   }
-  // A row that is replaced as a whole need not be fetched, but for a snapshot.
+  // A row that is replaced as a whole is fetched only for a snapshot.
   const bool whole = (states || state_width_ == 0) && (scores || !counts_occurrences());
   if (whole && snapshot_) {
     std::vector<int64_t> absent;
@@ -192,7 +192,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   }
   const int64_t refused = InsertMissing(keys.data(), rows, missing, batch.score, scores,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
-                                        values);  // cheaper than what they would begin with
+                                        values);  // cheaper than initial vectors
   Grouping grouping(rows, n, rows_.used());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();

@@ -19,7 +19,7 @@ bool Table::MayExceedBudget() const {
   return below_.exists() && options_.score_strategy != ScoreStrategy::kNoEviction;
 }
 
-// Every strategy but kLfu sets the score of a key that comes up, but a snapshot keeps the old one.
+// Every strategy but kLfu sets the score of a key that comes up; a snapshot needs the old one.
 FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing) const {
   return below_.Fetch(keys, missing, wants_scores());
 }
@@ -31,7 +31,7 @@ void Table::FillRow(Row row, int64_t key, const FetchedRows& below, const float*
 
 void Table::WriteBack(std::span<const Evicted> evicted) {
   if (!below_.exists() || evicted.empty()) return;
-  ++layout_;  // an export would meet them twice, or not at all
+  ++layout_;  // an export would give them twice, or not at all
   std::vector<IndexEntry> entries;
   entries.reserve(evicted.size());
   for (const Evicted& gone : evicted) entries.push_back(gone.entry);
@@ -57,10 +57,10 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32
                     const FetchedRows& below) {
   std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
   if (missing.empty()) return;
-  // The lowest score: a row that is brought up and then not used goes first.
+  // The lowest score, so that a row that is brought up and not used is evicted first.
   InsertMissing(keys.data(), rows, missing, 1, nullptr, below, nullptr);
   if (!counts_occurrences()) return;
-  for (uint32_t i : missing) {  // coming up is no occurrence
+  for (uint32_t i : missing) {  // coming up is not an occurrence
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;
     index_->set_score(slot, std::max<uint64_t>(below.Find(keys[i]).score, 1));
@@ -94,12 +94,12 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
     failure = std::current_exception();
   }
   guard.lock();
-  // A snapshot that was taken meanwhile wants to know scores.
+  // A snapshot that was taken in the meantime needs scores.
   const bool lacks_scores = snapshot_ && !below.has_scores();
   std::vector<uint32_t> current, stale;
   for (uint32_t i : missing) {
     if (index_) rows[i] = FindRow(keys[i]);
-    if (rows[i] != kMissingRow) continue;  // the training brought it up itself
+    if (rows[i] != kMissingRow) continue;  // training brought it up
     (lacks_scores || below_.HasChangedBelow(read, keys[i]) ? stale : current).push_back(i);
   }
   below_.EndReadAhead();
@@ -164,7 +164,7 @@ void Table::AfterReplacement(std::vector<int64_t> replaced) {
   ForgetRows();
   if (!changes_) return;
   changes_->UnmarkAll();
-  if (below_.exists()) below_.AppendKeys(replaced);  // what came instead
+  if (below_.exists()) below_.AppendKeys(replaced);  // the new ones
   for (const int64_t key : replaced) changes_->Remove(key);
 }
 

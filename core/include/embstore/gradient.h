@@ -1,4 +1,6 @@
-// The backward pass: gradients of a batch summed per row and handed to the optimizer.
+// The backward pass: sums the gradients of a batch for each row and applies the optimizer.
+//
+// Thread safety: every function may be called from any thread and locks its tables.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,8 @@
 //
 //     keys ──find──► slots ──missing──► insert, initialise ──► gather or pool ──► out
 //
-// Threads are shared by all tables of a call, and the result does not depend on their number.
+// Thread safety: LookUp may be called from any thread and locks its tables. All tables of a call
+// share the worker threads; the result does not depend on their number.
 #pragma once
 
 #include <cstdint>
@@ -27,15 +28,15 @@ struct LookupRequest {
   // Pooled: bags + 1, from 0, ascending, the last is keys.size(). Not pooled: only with positions.
   std::span<const int64_t> offsets;
   const float* weights = nullptr;  // pooled: one for each key, or null
-  // What a key starts with where it is not stored: (n, dim), or null for the table's initializer.
-  // Read only for keys that are missing.
+  // The initial vectors of missing keys: (n, dim), or null for the table's initializer. Read only
+  // for keys that are missing.
   const float* initial = nullptr;
   // Training: (n), 0 where a key that is not stored should not be, or null. It then reads its
   // initial vector and its gradient is dropped.
   const uint8_t* admitted = nullptr;
-  // base, dtype, stride and positions (elements; null: one after the other). Pooled: one position
-  // for each bag. Not pooled: one for each run of keys [offsets[g], offsets[g + 1]), a multiple of
-  // the stride; the vectors of a run lie one after the other.
+  // base, dtype, stride and positions (in elements; null: contiguous). Pooled: one position for
+  // each bag. Not pooled: one for each run of keys [offsets[g], offsets[g + 1]), a multiple of the
+  // stride; the vectors of a run are contiguous.
   VectorsView out;
 };
 

@@ -8,7 +8,7 @@
 // dirty.
 //
 // Thread safety: the table's lock guards it. Const methods may run together, and so may MarkDirty
-// and Install of different rows. Fetch touches the store alone and needs no lock.
+// and Install of different rows. Fetch only reads the store and needs no lock.
 //
 // Invariants
 //  1. A row is dirty if it is not below, or differs from what is below.
@@ -37,7 +37,7 @@ namespace embstore {
 
 struct FetchedRow {
   const std::byte* data = nullptr;  // null: the key is not below
-  uint64_t score = 0;               // 0 where scores were not asked for
+  uint64_t score = 0;               // 0 unless scores were requested
 };
 
 // The answer of a store to one batch of keys.
@@ -76,8 +76,8 @@ class LowerTier {
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> wanted, bool with_scores) const;
   // All of the keys.
   FetchedRows Fetch(std::span<const int64_t> keys, bool with_scores) const;
-  // Copies a fetched row to its place in the table. False, and the row counts as new and dirty,
-  // where it is not below.
+  // Copies a fetched row to its place in the table. If the key is not below, returns false and
+  // marks the row dirty.
   bool Install(const FetchedRow& fetched, Row row, const RowHeap& rows);
 
   bool IsDirty(Row row) const { return dirty_[static_cast<size_t>(row)] != 0; }
@@ -86,7 +86,7 @@ class LowerTier {
     dirty_[static_cast<size_t>(row)] = 1;
   }
   void Grow(int64_t capacity);  // rows are below it
-  // Writes those of the rows that are dirty. What was not written when the store throws stays
+  // Writes the dirty ones of these rows. If the store throws, rows that were not written stay
   // dirty.
   void WriteBack(std::span<const IndexEntry> entries, const RowHeap& rows);
   // The same for all rows of the index.

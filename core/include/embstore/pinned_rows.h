@@ -1,7 +1,7 @@
-// PinnedRows: the live lists of a table, and which rows they hold against eviction.
+// PinnedRows: the live lists of a table, and which rows they protect from eviction.
 //
-// A call that takes rows away stamps the rows of its own batch and those of other live batches
-// first, and looks rows up by their stamp from then on.
+// A call that takes rows away first stamps the rows of its own batch and those of other live
+// batches; from then on the stamp of a row tells who holds it.
 //
 // Thread safety: Add and Remove may be called by any thread at any time. The table's lock guards
 // the rest: const methods, and Hold of different rows, may run together.
@@ -39,7 +39,8 @@ class PinnedRows {
   bool IsHeldByOthers(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_ - 1; }
   bool IsHeld(Row row) const { return stamps_[static_cast<size_t>(row)] >= stamp_ - 1; }
 
-  // The rows that this call holds become kMissingRow in all lists but that with the rows `own`.
+  // The rows that this call holds become kMissingRow in all lists but the one whose rows() are
+  // `own`.
   void TakeFromLists(const Row* own);
   void TakeAllFromLists();
 
@@ -54,8 +55,8 @@ class PinnedRows {
   void RenewAfterFork();                  // where another thread held it
 
  private:
-  // Never held while anything else is waited for: a list may be dropped by a thread that must not
-  // wait for the table.
+  // Never held while waiting for anything else: a thread that must not wait for the table may drop
+  // a list.
   mutable std::mutex mutex_;
   std::vector<SlotList*> lists_;
   std::vector<uint8_t> stamps_;  // one a row

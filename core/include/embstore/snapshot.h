@@ -1,30 +1,30 @@
-// Snapshot: the rows of a table, and of the store below it, as they were at one moment, read while
-// the table is trained on.
+// Snapshot: a consistent view of a table, and of the store below it, at one moment. It is read
+// while the table is trained.
 //
-// Copy before write: a call that is about to change a row which nobody has read yet saves the row
-// first, once. So taking a snapshot costs no copy, and training pays for the rows it touches only.
+// Copy on write: a call that is about to change a row that was not read yet saves the row first,
+// once. So taking a snapshot copies nothing, and training pays only for the rows it touches.
 //
 //     hashes  0 ........ next ............ 2^64
 //             read       not read yet: whoever changes a row saves it (key, score, vector, state)
 //
 // Rows that are only below are listed by key and then read in chunks, both without the table's
-// lock. A row that changes hands (it comes up, or is erased) is saved as it was below, and its key
-// is marked; so is the key of a row that is evicted. A key that is neither marked nor in the table
-// has the row it had at that moment.
+// lock. When such a row comes up or is erased, it is saved as it was below, and its key is marked;
+// so is the key of an evicted row. A key that is neither marked nor in the table still has the row
+// it had at that moment.
 //
 // Saved rows take up to memory_bytes; the rest goes to a temporary file (see saved_rows.h). A
-// snapshot that cannot save a row fails: Read and rows() throw the error, training goes on.
+// snapshot that cannot save a row fails: Read and rows() throw the error; training continues.
 //
-// Thread safety: rows and Read may be called by several threads; each row is given to one of them.
-// Preserve is called by whoever holds the table's lock, from several of its threads; the other
-// methods for Table by one thread that holds it alone.
+// Thread safety: several threads may call rows and Read; each row goes to one of them. Preserve is
+// called by several threads of a call that holds the table's lock; the other methods for Table need
+// the exclusive lock.
 //
 // Invariants
 //  1. mark(row) == kSettled  <=>  the row is saved, read, or younger than the snapshot. A key keeps
 //     its row number, so marks stay where they are when the index moves its slot.
-//  2. Every row is given out once; all of them are rows() in number, whatever happens to the table.
-//  3. The walk goes in the order of the hash (KeyIndex::Walk), so growth does not make it miss a
-//     row.
+//  2. Every row is given out once, rows() in all, whatever happens to the table.
+//  3. The walk follows the order of the hash (KeyIndex::Walk), so it misses no row when the table
+//     grows.
 //  4. A key is marked in below_ if its row was saved from below, read, or has been in the table
 //     since the snapshot and left it.
 #pragma once
@@ -62,7 +62,7 @@ class Snapshot {
   Snapshot& operator=(const Snapshot&) = delete;
 
   Table& table() const { return *table_; }
-  // How many rows there are in all. Over a store the first call lists its keys.
+  // How many rows there are in all. Over a store, the first call lists its keys.
   int64_t rows();
 
   // The shared rows at that moment, by number.
@@ -76,7 +76,7 @@ class Snapshot {
   int64_t Read(int64_t max_rows, uint64_t min_score, int64_t* keys, float* values, float* states,
                uint64_t* scores, uint32_t* uses = nullptr);
 
-  // ---- for Table, which calls the newest; each passes the call on to the one before it ----
+  // ---- for Table, which calls the newest snapshot; each call reaches the older ones too ----
   void Preserve(const IndexEntry& entry);  // as the index has it now
   bool IsSettled(Row row) const;           // nobody would save it
   // keys[i] for i of `absent` are about to come up or to be erased; `below` has the rows of those
@@ -84,7 +84,7 @@ class Snapshot {
   void PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
                      const FetchedRows& below);
   void PreserveBelow(std::span<const int64_t> keys, const FetchedRows& below);  // all of them
-  void PreserveStore();  // everything below is about to go
+  void PreserveStore();  // everything below is about to be removed
   void Leave(int64_t key);
   void FailAll();  // with the current exception
   void Prefetch(Row row) const {
@@ -122,8 +122,8 @@ class Snapshot {
   std::mutex rest_mutex_;
   std::unique_ptr<Rest> rest_;  // a saved block that did not fit the last output
 
-  // Keys that are, or were, below: used under the table's lock, and under below_mutex_ where that
-  // is shared.
+  // Keys that are, or were, below. Guarded by the table's lock, plus below_mutex_ where that is
+  // shared.
   std::mutex below_mutex_;
   std::unique_ptr<KeyList> below_;
   int64_t below_rows_ = 0, next_below_ = 0;

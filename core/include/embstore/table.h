@@ -1,23 +1,22 @@
 // Table: rows by key, with one dimension, optimizer, initializer and score strategy.
 //
 // A row is [embedding (dim of dtype) | optimizer state (float32)], contiguous, 16-byte aligned.
-// Rows are numbered in the order of their keys' arrival and lie close together: the index grows by
-// doubling, and half of it may be empty, but rows are as many as keys, and none ever moves.
+// Rows are numbered in the order in which their keys arrive. They are packed and never move: the
+// index has free slots, but there are only as many rows as keys.
 //
-// Thread safety: every public method locks for itself; methods marked const may run together, one
+// Thread safety: every public method does its own locking; const methods may run together, any
 // other method runs alone. The batch operations over several tables (lookup.h, gradient.h) lock
 // their tables in a fixed order.
 //
 // Invariants
-//  1. A row is initialised (or assigned) in the call that inserts its key.
-//  2. Rows held by a SlotList are not given to another key while any other row can go. A row that
-//     is erased, or evicted all the same, becomes kMissingRow in the list, and its gradient is
-//     dropped. Rows of the running batch are never evicted: a key for which there is no other row
-//     is refused.
-//  3. A row in use belongs to exactly one used slot. What is known of a key beside its score
-//  (dirty,
-//     pinned, saved, changed) is kept by row number, so the index may move its slots freely.
-//  4. Over a store (store.h) the table is a write-back cache: a row that is new, or was updated or
+//  1. The call that inserts a key also initialises (or assigns) its row.
+//  2. A row that a SlotList holds is not given to another key while any other row can go. If it is
+//     erased, or evicted nevertheless, it becomes kMissingRow in the list, and its gradient is
+//     dropped. Rows of the running batch are never evicted: if no other row is left for a key, the
+//     key is refused.
+//  3. A row in use belongs to exactly one used slot. Marks of a key (dirty, pinned, saved, changed)
+//     are kept by row number, so the index may move its slots freely.
+//  4. Over a store (store.h) the table is a write-back cache. A row that is new, or was updated or
 //     assigned since it came up, is dirty and goes down before its slot is reused; a clean one is
 //     dropped. A
 //     missing key is looked for below before it is initialised. max_capacity is then a budget: a
@@ -68,7 +67,7 @@ struct TableOptions {
   bool evict_least_used = false;
   uint64_t seed = 0;
   EvictionLog eviction_log = EvictionLog::kOff;
-  int64_t eviction_log_capacity = 1 << 20;  // the oldest entries give way, and are counted
+  int64_t eviction_log_capacity = 1 << 20;  // the oldest entries are dropped and counted
   int64_t admission_threshold =
       0;  // > 0: a training batch stores a key once it was seen this often
   // In a full table a key gets a row only if its aged score is larger than that of the row which
@@ -133,23 +132,23 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t size() const;
   int64_t capacity() const;
 
-  // The score that the next training batch will get (0 for kLfu, and for kCustomized before any
-  // was set). Never larger than a later score, always larger than an earlier one (kTimestamp,
-  // kStep).
+  // The score that the next training batch will get (0 for kLfu, and for kCustomized before one is
+  // set). With kTimestamp and kStep it is larger than all earlier scores and not above later ones.
   uint64_t current_score();
   void set_custom_score(uint64_t score);  // kCustomized only, not 0
   void set_step(uint64_t step);           // kStep only: after a load
-  // Later batches of a strategy with a clock get at least this score: ranks agree on a moment.
+  // Later batches of a strategy with a clock get at least this score, so that ranks can agree on a
+  // moment.
   void RaiseClock(uint64_t score);
-  void set_seed(uint64_t seed);  // of rows that are yet to come
+  void set_seed(uint64_t seed);  // of future rows
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const;
   void Resident(std::span<const int64_t> keys, uint8_t* found) const;  // without the store
-  // Rows of the keys; where a key is missing the row is zeros and found[i] == 0.
+  // The rows of the keys. A missing key has a row of zeros and found[i] == 0.
   // values (n, dim), states (n, state width) and scores (n) may be null.
   void Read(std::span<const int64_t> keys, float* values, float* states, uint64_t* scores,
             uint8_t* found) const;
-  // Writes rows, inserting missing keys (evicting if need be). Of duplicates the last one counts.
+  // Writes rows, inserting missing keys (evicting if need be). The last of duplicates wins.
   // states null: a new row gets fresh state, an old one keeps its own. scores null: the batch
   // score. Later timestamps are larger than the scores given here.
   // Returns how many distinct keys were refused.
@@ -159,14 +158,14 @@ class Table : public std::enable_shared_from_this<Table> {
   void SetUses(std::span<const int64_t> keys, const uint32_t* uses);
   int64_t Erase(std::span<const int64_t> keys);  // returns how many were there
   void Clear();
-  // Another rule from the next update on. Its state must be as wide as the present one: throws
-  // InvalidArgument. Rows in memory whose state is still as it began get the new beginning.
+  // Changes the rule from the next update on. Throws InvalidArgument unless its state is as wide as
+  // the present one. Rows in memory whose state is still the initial one get the new initial state.
   void SetOptimizer(const OptimizerOptions& optimizer);
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
-  // Rows with score >= min_score from `cursor` on, at most about max_rows; the cursor moves on and
-  // is -1 after the last. Growth in between does no harm. Throws InvalidState when the table was
-  // cleared in between, or moved rows to its store.
+  // Rows with score >= min_score from `cursor` on, at most about max_rows. Advances the cursor,
+  // whose `next` is -1 after the last row. The table may grow in between. Throws InvalidState if it
+  // was cleared in between, or moved rows to its store.
   struct Cursor {
     int64_t next = 0;  // or -1
     KeyIndex::Walk walk;
@@ -176,9 +175,9 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, bool with_values,
                   bool with_states) const;
 
-  // Starts (from an empty set of changes) or stops to keep track of changed rows and removed keys.
+  // Starts (with an empty set) or stops tracking changed rows and removed keys.
   void TrackChanges(bool on);
-  // Takes what changed since the last call: whole rows, and the keys that are not there any more.
+  // Takes what changed since the last call: whole rows, and the keys that are gone.
   // Throws InvalidState unless changes are tracked.
   struct Changes {
     RowBlock rows;
@@ -208,8 +207,8 @@ class Table : public std::enable_shared_from_this<Table> {
 
   // ---- over a store; without one these throw InvalidState ----
 
-  // Brings the rows of those keys up that are only below. They stay pinned while the list lives.
-  // The store is read without the table's lock, so that training goes on meanwhile.
+  // Brings up the rows of keys that are only below, and pins them while the list lives. Reads the
+  // store without the table's lock, so that training continues.
   std::unique_ptr<SlotList> Prefetch(std::span<const int64_t> keys);
   // Writes every dirty row down and flushes the store.
   void Flush();
@@ -219,11 +218,11 @@ class Table : public std::enable_shared_from_this<Table> {
   // checkpoint cannot be read.
   void LoadCheckpoint(const std::string& name);
 
-  // For tests: walks over the whole table, and throws std::logic_error naming what does not hold.
+  // For tests: checks the whole table, and throws std::logic_error that names what does not hold.
   void CheckInvariants() const;
 
   // Writes dirty rows down, then frees the memory; afterwards every method but stats() throws
-  // InvalidState. Where the store fails nothing is freed.
+  // InvalidState. If the store fails, nothing is freed.
   void Close();
 
   // ---- for the batch operations; the caller holds lock() ----
@@ -236,7 +235,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // Finds the keys on several threads and renews the scores of those that are there, having
   // announced them to whoever watches.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
-  // The same on this thread alone.
+  // The same on this thread only.
   void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
   void RequireScore() const { clock_.RequireScore(); }
   void CountHits(int64_t hits) { stats_.hits += hits; }
@@ -246,8 +245,8 @@ class Table : public std::enable_shared_from_this<Table> {
                               const uint8_t* admitted = nullptr);
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets rows[i].
   // `rows` belong to a SlotList of this table. Returns the number of distinct refused keys.
-  // Over a store their rows are fetched first. If the store throws, no key of the call that has not
-  // its row yet stays inserted, and no victim is lost.
+  // Over a store their rows are fetched first. If the store throws, no key stays inserted without
+  // its row, and no victim is lost.
   // initial (n, dim): what new rows begin with, or null for the initializer.
   // Occurrences of keys that were not frequent enough are appended to `unadmitted`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
@@ -267,14 +266,14 @@ class Table : public std::enable_shared_from_this<Table> {
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
   // Finds the keys and brings up what is only below. `rows` as above.
   void BringUp(std::span<const int64_t> keys, Row* rows);
-  // To be called for rows that were changed; threads may mark different rows together.
+  // Call MarkDirty for rows that changed; threads may mark different rows at the same time.
   bool tracks_dirty() const { return below_.exists(); }
   void MarkDirty(Row row) { below_.MarkDirty(row); }
-  // Someone wants to know of changes before they happen: a snapshot, or a set of changes.
+  // A snapshot or a set of changes must hear of changes before they happen.
   bool watched() const { return snapshot_ || changes_; }
   // REQUIRES watched(). Rows that have been announced may change until the lock is released.
   void BeforeChange(const IndexEntry& entry);
-  void BeforeChange(int64_t key, Row row);  // the same for who knows no slot
+  void BeforeChange(int64_t key, Row row);  // for callers that know no slot
   void BeforeChange(std::span<const int64_t> keys, const Row* rows);  // skips kMissingRow
   // Scores add up: a key that comes back from a store goes on from the score it had.
   bool counts_occurrences() const {
@@ -297,8 +296,8 @@ class Table : public std::enable_shared_from_this<Table> {
   struct Newcomers;
 
   explicit Table(const TableOptions& options);
-  // Room for so many rows in all: in the index, in memory and for marks. Throws OutOfMemory and
-  // changes no row.
+  // Makes room for this many rows in all: in the index, in memory and for marks. Throws OutOfMemory
+  // and changes no row.
   void MakeRoom(int64_t rows);
   Newcomers Distinct(const int64_t* keys, std::span<const uint32_t> missing, uint64_t score,
                      const uint64_t* scores, const FetchedRows& below) const;
@@ -346,10 +345,10 @@ class Table : public std::enable_shared_from_this<Table> {
   Row FindRow(int64_t key) const;  // or kMissingRow
   // Finds the keys and returns the positions of those that are missing.
   std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Row* rows);
-  // Gives those of the missing keys a row that were fetched.
+  // Inserts the missing keys that were fetched.
   void Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
                const FetchedRows& below);
-  // Whether a fetch has to bring scores along.
+  // Whether a fetch needs scores.
   bool wants_scores() const { return counts_occurrences() || snapshot_; }
   void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
   // The distinct keys that are in the store and not in the table.
@@ -357,8 +356,8 @@ class Table : public std::enable_shared_from_this<Table> {
   void TakeFromBelow(Changes& taken, bool with_states) const;
   // Tells snapshots that the rows of these keys, which are only below, are about to change.
   void PreserveBelow(std::span<const int64_t> keys);
-  // Around a call that replaces all rows, below too: tells whoever watches. The keys that were
-  // there go from the one to the other.
+  // Called around an operation that replaces all rows, below too: informs watchers. The first
+  // returns the keys that were there, for the second.
   std::vector<int64_t> BeforeReplacement();
   void AfterReplacement(std::vector<int64_t> replaced);
   Store& RequireStore() const;
@@ -391,7 +390,7 @@ class Table : public std::enable_shared_from_this<Table> {
   uint64_t layout_ = 0;               // changes when slots do
   TableStats stats_;
   RowBlock log_;
-  Snapshot* snapshot_ = nullptr;  // the newest; takes itself off when it ends
+  Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends
   std::unique_ptr<ChangeSet> changes_;
 
   PinnedRows pins_;

@@ -1,4 +1,4 @@
-// The words of the engine: scalar types, enumerations and the two kinds of error.
+// The vocabulary of the engine: scalar types, enumerations and the kinds of error.
 #pragma once
 
 #include <cstddef>
@@ -10,16 +10,16 @@
 
 namespace embstore {
 
-// Where the entry of a key lies in the index, and where its row lies. They are 32 bits wide: half
-// the traffic of 64, and 2^31 rows a table.
+// Slot: the place of a key's entry in the index. Row: the number of a key's row. Both have 32 bits:
+// half the memory traffic of 64, and enough for 2^31 rows a table.
 using Slot = int32_t;
 using Row = int32_t;
 
 // The key has no row, not even a shared one. Reads as 0.0.
 inline constexpr Slot kNoSlot = -1;
 inline constexpr Row kMissingRow = -1;
-// Rows below kMissingRow name a vector that is not stored: row j of a side array of float32
-// vectors.
+// Numbers below kMissingRow stand for vectors that are not stored in the table: vector j of a side
+// array of float32 vectors.
 constexpr Row ExtraRow(int64_t j) { return static_cast<Row>(-2 - j); }
 constexpr int64_t ExtraIndex(Row row) { return -2 - static_cast<int64_t>(row); }
 
@@ -45,13 +45,12 @@ struct InvalidArgument : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// The call is legal but not now (a closed table, a missing score). Becomes RuntimeError.
+// A legal call at the wrong time (a closed table, a missing score). Becomes RuntimeError.
 struct InvalidState : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Memory that the machine does not have; the object is as it was before the call. Becomes
-// MemoryError.
+// The machine lacks memory; the object is as it was before the call. Becomes MemoryError.
 struct OutOfMemory : std::bad_alloc {
   explicit OutOfMemory(std::string what) : what_(std::move(what)) {}
   const char* what() const noexcept override { return what_.c_str(); }
