@@ -28,7 +28,7 @@ const Kernels& Choose() {
     if (std::string_view(wanted) == kernels->name) return *kernels;
     names += (names.empty() ? "" : ", ") + std::string(kernels->name);
   }
-  throw InvalidArgument("EMBSTORE_ISA should be one of those this machine runs (" + names +
+  throw InvalidArgument("EMBSTORE_ISA should be one that this machine supports (" + names +
                         ") but is: " + wanted);
 }
 

@@ -127,9 +127,9 @@ std::string ErrorOf(const Function& function) {
     function();
     return {};
   } catch (const std::exception& error) {
-    return *error.what() == '\0' ? "an exception without a text" : error.what();
+    return *error.what() == '\0' ? "an exception without a message" : error.what();
   } catch (...) {
-    return "something that is no std::exception";
+    return "something that is not a std::exception";
   }
 }
 
@@ -185,7 +185,7 @@ PluginInstance::PluginInstance(const std::string& type, const std::string& cfg, 
   {
     const std::lock_guard lock(libraries_mutex);
     const auto found = Libraries().find(type);
-    CheckArgument(found != Libraries().end(), "type", "that of a plug-in that was loaded", type);
+    CheckArgument(found != Libraries().end(), "type", "that of a loaded plug-in", type);
     library_ = &found->second;  // nodes of a map do not move
   }
   const std::string error = ErrorOf([&] { instance_ = library_->initialize(cfg.c_str()); });

@@ -25,7 +25,7 @@ void AppendLength(std::string& text, char kind, int64_t length) {
 
 // Only printable characters, so that the message is text.
 [[noreturn]] void ThrowUnexpected(std::string_view bytes) {
-  std::string message = "the answer should be rows but begins with: ";
+  std::string message = "the reply should be rows but begins with: ";
   for (const char byte : bytes.substr(0, bytes.find('\r')).substr(0, 40)) {
     constexpr char kDigits[] = "0123456789abcdef";
     const auto code = static_cast<unsigned char>(byte);
@@ -134,7 +134,7 @@ bool RedisRows::TakeHeader(std::string_view& bytes, const Expected& expected) {
   if (!TakeLine(bytes, '*', count)) return false;
   const int64_t wanted = (expected.last - expected.first) * static_cast<int64_t>(tails_.size());
   if (count != wanted) {
-    throw InvalidState("the answer should hold " + std::to_string(wanted) +
+    throw InvalidState("the reply should hold " + std::to_string(wanted) +
                        " values but holds: " + std::to_string(count));
   }
   std::fill(found_ + expected.first, found_ + expected.last, uint8_t{1});

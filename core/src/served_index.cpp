@@ -69,10 +69,10 @@ ServedIndex::ServedIndex(const std::string& path, int64_t entries, uint32_t keys
   if (mapped_->size() < sizeof(header)) refuse("is not an index file");
   std::memcpy(&header, mapped_->data(), sizeof(header));
   if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) refuse("is not an index file");
-  if (header.version != kVersion) refuse("is an index file of another version");
+  if (header.version != kVersion) refuse("is an index file of an unsupported version");
   if (header.crc != HeaderCrc(header)) refuse("is damaged: the checksum of its header is wrong");
   if (header.keys_crc != keys_crc || header.entries != static_cast<uint64_t>(entries)) {
-    refuse("is the index of other keys");
+    refuse("indexes other keys");
   }
   if (header.lines != static_cast<uint64_t>(LinesFor(entries)) ||
       mapped_->size() != sizeof(header) + header.lines * sizeof(Line)) {

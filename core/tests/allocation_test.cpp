@@ -1,13 +1,14 @@
 // What a table is after an allocation failed in the middle of a batch: as it was before.
 #include <atomic>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <new>
 #include <vector>
 
 #include "check.h"
 #include "embstore/parallel.h"
-#include "table_oracle.h"
+#include "snapshot_oracle.h"
 
 namespace {
 // Allocations until one fails; negative: none does.
@@ -104,6 +105,54 @@ TEST(A batch that runs out of memory changes nothing and can be repeated) {
       CHECK_EQ(static_cast<int64_t>(AllRows(*table).size()), table->size());
       table->CheckInvariants();
     }
+  }
+  SetNumThreads(2);
+}
+
+// What a snapshot gives while a batch evicts rows. Fails, or is exact; the table is sound after
+// both.
+TEST(A snapshot that runs out of memory fails and never gives wrong rows) {
+  SetNumThreads(1);
+  for (const bool store : {false, true}) {
+    TableOptions options = SmallTable(3, 512);
+    if (store) {
+      options.store = MakeMemoryStore(StoredRowBytes(3, options.dtype, options.optimizer), 0);
+    }
+    const auto table = Table::Create(options);
+    for (int64_t first = 0; first < 1500; first += 100) LookUpOne(table, Range(first, first + 100));
+    int64_t exact = 0, failures = 0;
+    for (bool done = false; !done; ++failures) {
+      std::map<int64_t, RowValues> before;
+      {
+        Snapshot snapshot(table);
+        before = Rest(snapshot);
+      }
+      const std::vector<int64_t> coming = Range(10000 * failures, 10000 * failures + 40);
+      std::map<int64_t, RowValues> seen;
+      bool failed = false;
+      allocations_left = failures;
+      try {
+        Snapshot snapshot(table);
+        try {
+          LookUpOne(table, coming);
+        } catch (const std::bad_alloc&) {
+          failed = true;
+        }
+        seen = Rest(snapshot);
+        if (!failed) CHECK_EQ(snapshot.rows(), static_cast<int64_t>(seen.size()));
+      } catch (const std::bad_alloc&) {
+        failed = true;
+        seen.clear();
+      }
+      done = allocations_left.exchange(-1) >= 0;
+      if (!seen.empty()) {
+        CHECK(seen == before);
+        ++exact;
+      }
+      table->CheckInvariants();
+    }
+    CHECK(failures > 20);
+    CHECK(exact > 1);
   }
   SetNumThreads(2);
 }

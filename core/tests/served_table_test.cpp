@@ -3,13 +3,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <map>
+#include <mutex>
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -90,6 +93,51 @@ TEST(States follow a dictionary through increments and deletions and old states 
     }
     CHECK_EQ(wrong, 0);
   }
+}
+
+TEST(Threads read the newest state while the next one is made) {
+  constexpr int64_t kKeys = 3001;
+  std::vector<int64_t> keys;
+  for (int64_t key = 0; key < kKeys; ++key) keys.push_back(key);
+  std::mutex mutex;
+  std::shared_ptr<const ServedTable> newest = std::make_shared<ServedTable>(
+      Options(), std::vector{Part(std::make_shared<Rows>(RowsOf(keys, 0)))}, "", 0);
+  std::atomic<bool> stop{false};
+  std::atomic<int64_t> wrong{0}, reads{0};
+  const auto read = [&] {
+    std::vector<float> out(keys.size() * kDim);
+    std::vector<uint8_t> found(keys.size());
+    while (!stop || reads == 0) {
+      std::shared_ptr<const ServedTable> state;
+      {
+        std::lock_guard guard(mutex);
+        state = newest;
+      }
+      state->Read(keys, out.data(), kDim, found.data());
+      // Key 0 is in every increment, so its first component is the number of the state; of the
+      // other keys, some are removed and the rest are not from a later state.
+      const float version = out[0];
+      for (size_t i = 0; i < keys.size(); ++i) {
+        const float shift = out[i * kDim] - static_cast<float>(keys[i] % 1000);
+        wrong += found[i] && (shift < 0 || shift > version);
+      }
+      ++reads;
+    }
+  };
+  std::thread first(read), second(read);
+  for (int step = 1; step <= 60; ++step) {
+    std::vector<int64_t> changed = {0}, removed;
+    for (int64_t key = step; key < kKeys; key += 61) changed.push_back(key);
+    for (int64_t key = step + 7; key < kKeys; key += 97) removed.push_back(key);
+    auto rows = std::make_shared<Rows>(RowsOf(changed, static_cast<float>(step)));
+    const auto next = newest->With(removed, {Part(std::move(rows))});
+    std::lock_guard guard(mutex);
+    newest = next;
+  }
+  stop = true;
+  first.join();
+  second.join();
+  CHECK_EQ(wrong.load(), 0);
 }
 
 TEST(A saved index answers as the one that was built and refuses other keys and damage) {
