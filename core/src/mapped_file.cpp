@@ -13,6 +13,7 @@
 #include "embstore/checksum.h"
 #include "embstore/parallel.h"
 #include "embstore/types.h"
+#include "file_io.h"
 
 namespace embstore {
 namespace {
@@ -21,17 +22,13 @@ namespace {
   throw std::system_error(errno, std::generic_category(), path + ": cannot " + what);
 }
 
-struct Descriptor {
-  int fd;
-  ~Descriptor() { close(fd); }
-};
-
 }  // namespace
 
 MappedFile::MappedFile(const std::string& path, int64_t bytes) {
   // O_NONBLOCK: opening a FIFO must not wait for its writer.
-  const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
-  if (file.fd < 0) Fail(path, "be opened");
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) Fail(path, "be opened");
+  const Closer file{fd};
   struct stat facts;
   if (fstat(file.fd, &facts) != 0) Fail(path, "be examined");
   if (!S_ISREG(facts.st_mode)) throw InvalidArgument(path + ": is not a regular file");
@@ -52,18 +49,18 @@ MappedFile::~MappedFile() {
 }
 
 uint32_t MappedFile::Checksum() const {
-  constexpr size_t kPiece = size_t{8} << 20;
-  const size_t pieces = (size_ + kPiece - 1) / kPiece;
-  std::vector<uint32_t> sums(pieces);
+  constexpr size_t kPartBytes = size_t{8} << 20;
+  const size_t parts = (size_ + kPartBytes - 1) / kPartBytes;
+  std::vector<uint32_t> sums(parts);
   if (data_) madvise(const_cast<std::byte*>(data_), size_, MADV_SEQUENTIAL);
-  ParallelFor(static_cast<int64_t>(pieces), [&](int64_t piece) {
-    const size_t begin = static_cast<size_t>(piece) * kPiece;
-    sums[static_cast<size_t>(piece)] = Crc32(0, data_ + begin, std::min(kPiece, size_ - begin));
+  ParallelFor(static_cast<int64_t>(parts), [&](int64_t part) {
+    const size_t begin = static_cast<size_t>(part) * kPartBytes;
+    sums[static_cast<size_t>(part)] = Crc32(0, data_ + begin, std::min(kPartBytes, size_ - begin));
   });
   if (data_) madvise(const_cast<std::byte*>(data_), size_, MADV_RANDOM);
   uint32_t crc = 0;
-  for (size_t i = 0; i < pieces; ++i) {
-    crc = Crc32Combine(crc, sums[i], std::min(kPiece, size_ - i * kPiece));
+  for (size_t i = 0; i < parts; ++i) {
+    crc = Crc32Combine(crc, sums[i], std::min(kPartBytes, size_ - i * kPartBytes));
   }
   return crc;
 }

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "ssd_files.h"
+#include "file_io.h"
 
 namespace embstore {
 namespace {

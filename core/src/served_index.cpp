@@ -1,13 +1,12 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
-#include <system_error>
 
 #include "embstore/checksum.h"
 #include "embstore/hash.h"
 #include "embstore/served_table.h"
+#include "file_io.h"
 
 namespace embstore {
 namespace {
@@ -31,17 +30,6 @@ constexpr uint32_t kVersion = 1;
 uint32_t HeaderCrc(const Header& header) { return Crc32(0, &header, offsetof(Header, crc)); }
 
 int64_t LinesFor(int64_t entries) { return entries / (ServedIndex::Line::kEntries - 1) + 1; }
-
-void WriteAll(int fd, const void* data, size_t bytes, const std::string& path) {
-  const char* at = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t done = write(fd, at, bytes);
-    if (done < 0 && errno == EINTR) continue;
-    if (done < 0) throw std::system_error(errno, std::generic_category(), path);
-    at += done;
-    bytes -= static_cast<size_t>(done);
-  }
-}
 
 }  // namespace
 
@@ -118,11 +106,11 @@ void ServedIndex::Save(const std::string& path, uint32_t keys_crc) const {
   header.lines_crc = Crc32(0, lines_, bytes());
   header.crc = HeaderCrc(header);
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-  if (fd < 0) throw std::system_error(errno, std::generic_category(), path);
+  if (fd < 0) ThrowIo("creating " + path);
   try {
-    WriteAll(fd, &header, sizeof(header), path);
-    WriteAll(fd, lines_, bytes(), path);
-    if (fsync(fd) != 0) throw std::system_error(errno, std::generic_category(), path);
+    WriteWhole(fd, &header, sizeof(header), 0, path);
+    WriteWhole(fd, lines_, bytes(), sizeof(header), path);
+    if (fsync(fd) != 0) ThrowIo("fsync of " + path);
   } catch (...) {
     close(fd);
     unlink(path.c_str());

@@ -15,6 +15,7 @@
 #include <shared_mutex>
 #include <sstream>
 
+#include "file_io.h"
 #include "ssd_store_impl.h"
 
 namespace embstore {

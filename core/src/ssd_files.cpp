@@ -1,19 +1,18 @@
 #include "ssd_files.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <string_view>
 #include <system_error>
+
+#include "file_io.h"
 
 namespace embstore {
 namespace {
@@ -23,11 +22,6 @@ constexpr int64_t kSegmentBytes = int64_t{1} << 20;
 
 constexpr int64_t kMaxSizeFileBytes = 64;
 
-struct Closer {
-  int fd;
-  ~Closer() { close(fd); }
-};
-
 // Never leaves a partial file under its name.
 void WriteWholeFile(const std::string& path, const std::string& text) {
   const std::string draft = path + ".unfinished";
@@ -36,125 +30,6 @@ void WriteWholeFile(const std::string& path, const std::string& text) {
 }
 
 }  // namespace
-
-// Descriptors of locks. The list only grows, so that the child of a fork can walk it whatever
-// another thread of the parent was doing.
-struct FileLock::Held {
-  std::atomic<int> fd{-1};  // -1: free
-  Held* next = nullptr;
-};
-
-namespace {
-
-std::atomic<FileLock::Held*> held_locks{nullptr};
-
-void CloseLocksInChild() {
-  for (auto* held = held_locks.load(); held; held = held->next) {
-    const int fd = held->fd.exchange(-1);
-    if (fd >= 0) close(fd);
-  }
-}
-
-FileLock::Held* Keep(int fd) {
-  static const int registered = pthread_atfork(nullptr, nullptr, CloseLocksInChild);
-  (void)registered;
-  for (auto* held = held_locks.load(); held; held = held->next) {
-    int free = -1;
-    if (held->fd.compare_exchange_strong(free, fd)) return held;
-  }
-  auto* held = new FileLock::Held;
-  held->fd = fd;
-  held->next = held_locks.load();
-  while (!held_locks.compare_exchange_weak(held->next, held)) {
-  }
-  return held;
-}
-
-}  // namespace
-
-void ThrowIo(int error, const std::string& what) {
-  throw std::system_error(error, std::generic_category(), what);
-}
-
-void ThrowIo(const std::string& what) { ThrowIo(errno, what); }
-
-void WriteWhole(int fd, const void* data, size_t bytes, int64_t offset, const std::string& path) {
-  const auto* from = static_cast<const std::byte*>(data);
-  for (size_t at = 0; at < bytes;) {
-    const ssize_t put = pwrite(fd, from + at, bytes - at, offset + static_cast<int64_t>(at));
-    if (put < 0 && errno == EINTR) continue;
-    if (put < 0) ThrowIo("writing " + path);
-    at += static_cast<size_t>(put);
-  }
-}
-
-void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::string& path) {
-  auto* to = static_cast<std::byte*>(data);
-  for (size_t at = 0; at < bytes;) {
-    const ssize_t got = pread(fd, to + at, bytes - at, offset + static_cast<int64_t>(at));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) ThrowIo("reading " + path);
-    if (got == 0) {
-      ThrowIo(EIO, "reading " + path + ": expected " + std::to_string(bytes) + " bytes at offset " +
-                       std::to_string(offset) + ", found " + std::to_string(at));
-    }
-    at += static_cast<size_t>(got);
-  }
-}
-
-int64_t FileBytes(int fd) {
-  struct stat status;
-  if (fstat(fd, &status) != 0) ThrowIo("fstat");
-  return status.st_size;
-}
-
-void WriteFile(const std::string& path, const void* data, size_t bytes) {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (fd < 0) ThrowIo("creating " + path);
-  const Closer closer{fd};
-  WriteWhole(fd, data, bytes, 0, path);
-  if (fsync(fd) != 0) ThrowIo("fsync of " + path);
-}
-
-int OpenRegular(const std::string& path, int flags) {
-  // O_NONBLOCK: without it, opening a FIFO waits for its other end.
-  const int fd = open(path.c_str(), flags | O_NONBLOCK | O_CLOEXEC, 0644);
-  if (fd < 0 && errno != EISDIR && errno != ENXIO) return -1;
-  struct stat status;
-  if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
-    if (fd >= 0) close(fd);
-    throw InvalidState(path + " should be a regular file but is not");
-  }
-  if (fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK) != 0) {
-    const int error = errno;
-    close(fd);
-    ThrowIo(error, "opening " + path);
-  }
-  return fd;
-}
-
-std::string ReadFile(const std::string& path, int64_t max_bytes) {
-  const int fd = OpenRegular(path, O_RDONLY);
-  if (fd < 0) ThrowIo("opening " + path);
-  const Closer closer{fd};
-  const int64_t bytes = FileBytes(fd);
-  if (bytes > max_bytes) {
-    throw InvalidState(path + ": expected at most " + std::to_string(max_bytes) + " bytes, found " +
-                       std::to_string(bytes));
-  }
-  std::string text(static_cast<size_t>(bytes), '\0');
-  ReadWholeAt(fd, text.data(), text.size(), 0, path);
-  return text;
-}
-
-void SyncDirectory(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) ThrowIo("opening " + path);
-  const int failed = fsync(fd);
-  const int error = errno;
-  close(fd);
-  if (failed) ThrowIo(error, "fsync of " + path);
-}
 
 void RequireCheckpointName(const std::string& name) {
   if (name.empty() || name.front() == '.' || name.find('/') != std::string::npos ||
@@ -185,27 +60,6 @@ SsdLayout::SsdLayout(const SsdStoreOptions& options)
   blocks_per_chunk = kChunkBytes / block_bytes;
   blocks_per_segment = std::max<int64_t>(1, kSegmentBytes / block_bytes);
   segments_per_chunk = blocks_per_chunk / blocks_per_segment;
-}
-
-FileLock::FileLock(int fd, int operation, const std::string& path) {
-  int failed;
-  while ((failed = flock(fd, operation)) != 0 && errno == EINTR) {
-  }
-  if (failed) {
-    const int error = errno;
-    close(fd);
-    ThrowIo(error, "locking " + path);
-  }
-  held_ = Keep(fd);
-  process_ = getpid();
-}
-
-void FileLock::Release() noexcept {
-  Held* held = std::exchange(held_, nullptr);
-  if (!held || process_ != getpid()) return;  // a forked child has closed it already
-  const int fd = held->fd.exchange(-1);
-  flock(fd, LOCK_UN);  // also for a child that was forked before the lock was listed
-  close(fd);
 }
 
 SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)

@@ -1,4 +1,4 @@
-// The files of an SSD store: names, sizes, locks and offsets. See embstore/ssd_store.h.
+// The files of an SSD store: names, sizes and offsets. See embstore/ssd_store.h.
 #pragma once
 
 #include <sys/types.h>
@@ -8,10 +8,10 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "embstore/ssd_store.h"
+#include "file_lock.h"
 
 namespace embstore {
 
@@ -52,46 +52,7 @@ struct SsdLayout {
   }
 };
 
-[[noreturn]] void ThrowIo(const std::string& what);             // std::system_error with errno
-[[noreturn]] void ThrowIo(int error, const std::string& what);  // the same with `error`
-void WriteWhole(int fd, const void* data, size_t bytes, int64_t offset, const std::string& path);
-void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::string& path);
-int64_t FileBytes(int fd);
-// Opens a regular file; on failure returns -1 with errno set. Throws InvalidState for anything
-// else: a FIFO would block, a device may have no end.
-int OpenRegular(const std::string& path, int flags);
-// Writes a new file and fsyncs it.
-void WriteFile(const std::string& path, const void* data, size_t bytes);
-// The whole file; throws InvalidState when it has more than max_bytes.
-std::string ReadFile(const std::string& path, int64_t max_bytes);
-void SyncDirectory(const std::string& path);
 void RequireCheckpointName(const std::string& name);
-
-// A flock, held until the object is destroyed or the process ends. A flock belongs to the open
-// file, which a forked child shares. So the child closes its copy at once; otherwise a data
-// loader's worker that outlives its parent would keep the directory locked.
-class FileLock {
- public:
-  FileLock() = default;
-  // Owns the descriptor from here on, even when it throws. `operation` is one of flock(2).
-  FileLock(int fd, int operation, const std::string& path);
-  ~FileLock() { Release(); }
-  FileLock(FileLock&& other) noexcept { *this = std::move(other); }
-  FileLock& operator=(FileLock&& other) noexcept {
-    std::swap(held_, other.held_);
-    std::swap(process_, other.process_);
-    other.Release();
-    return *this;
-  }
-
-  struct Held;
-
- private:
-  void Release() noexcept;
-
-  Held* held_ = nullptr;
-  pid_t process_ = 0;
-};
 
 // The open files of a directory.
 //

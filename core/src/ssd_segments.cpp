@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "embstore/parallel.h"
+#include "file_io.h"
 #include "ssd_store_impl.h"
 
 namespace embstore {

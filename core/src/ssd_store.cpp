@@ -10,6 +10,7 @@
 #include "batch_read.h"
 #include "embstore/memory.h"
 #include "embstore/parallel.h"
+#include "file_io.h"
 #include "invariant.h"
 #include "ssd_store_impl.h"
 

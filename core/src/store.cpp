@@ -13,6 +13,7 @@
 #include "embstore/parallel.h"
 #include "embstore/row_heap.h"
 #include "embstore/score_clock.h"
+#include "key_blocks.h"
 
 namespace embstore {
 
@@ -69,7 +70,7 @@ void Store::LoadCheckpoint(const std::string& name) {
 
 namespace {
 
-constexpr int64_t kKeysPerTask = 2048, kRowsAhead = 6;
+constexpr int64_t kRowsAhead = 6;
 
 class NullStore final : public Store {
  public:
@@ -114,21 +115,22 @@ class MemoryStore final : public Store {
   void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
            uint8_t* found) const override {
     std::shared_lock guard(lock_);
-    ForBlocks(keys, [&](int64_t first, const Slot* slots, const Row* numbers, int64_t n) {
-      for (int64_t i = 0; i < n; ++i) {
-        if (i + kRowsAhead < n) PrefetchRow(numbers[i + kRowsAhead]);
-        found[first + i] = slots[i] != kNoSlot;
-        if (slots[i] == kNoSlot) continue;
-        std::memcpy(rows + (first + i) * row_bytes(), rows_.at(numbers[i]),
-                    static_cast<size_t>(row_bytes()));
-        if (scores) scores[first + i] = index_.score(slots[i]);
-      }
-    });
+    ForKeyBlocks(index_.view(), keys,
+                 [&](int64_t first, const Slot* slots, const Row* numbers, int64_t n) {
+                   for (int64_t i = 0; i < n; ++i) {
+                     if (i + kRowsAhead < n) PrefetchRow(numbers[i + kRowsAhead]);
+                     found[first + i] = slots[i] != kNoSlot;
+                     if (slots[i] == kNoSlot) continue;
+                     std::memcpy(rows + (first + i) * row_bytes(), rows_.at(numbers[i]),
+                                 static_cast<size_t>(row_bytes()));
+                     if (scores) scores[first + i] = index_.score(slots[i]);
+                   }
+                 });
   }
 
   void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
     std::shared_lock guard(lock_);
-    ForBlocks(keys, [&](int64_t first, const Slot* slots, const Row*, int64_t n) {
+    ForKeyBlocks(index_.view(), keys, [&](int64_t first, const Slot* slots, const Row*, int64_t n) {
       for (int64_t i = 0; i < n; ++i) found[first + i] = slots[i] != kNoSlot;
     });
   }
@@ -206,20 +208,6 @@ class MemoryStore final : public Store {
   void PrefetchRow(Row row) const {
     if (row == kMissingRow) return;
     for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(rows_.at(row) + byte);
-  }
-
-  // Calls visit(first, slots, rows, count) for blocks of keys, on several threads.
-  template <typename Visit>
-  void ForBlocks(std::span<const int64_t> keys, const Visit& visit) const {
-    const auto n = static_cast<int64_t>(keys.size());
-    ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-      Slot slots[kKeysPerTask];
-      Row numbers[kKeysPerTask];
-      const int64_t first = task * kKeysPerTask, count = std::min(kKeysPerTask, n - first);
-      ActiveKernels().find(index_.view(), keys.data() + first, count, slots, numbers,
-                           ScoreUpdate::kKeep, 0);
-      visit(first, slots, numbers, count);
-    });
   }
 
   // Gives every key its score and a row, in numbers_.

@@ -12,25 +12,12 @@
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
 #include "grouping.h"
+#include "key_blocks.h"
 
 namespace embstore {
 namespace {
 
 constexpr int64_t kKeysPerTask = 4096;
-
-// Calls visit(i, slots, rows, m) for blocks of keys, on several threads.
-template <typename Visit>
-void ForBlocks(const Table& table, std::span<const int64_t> keys, const Visit& visit) {
-  const auto n = static_cast<int64_t>(keys.size());
-  const IndexView index = table.index();
-  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
-    const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
-    Slot slots[kKeysPerTask];
-    Row rows[kKeysPerTask];
-    ActiveKernels().find(index, keys.data() + begin, m, slots, rows, ScoreUpdate::kKeep, 0);
-    visit(begin, slots, rows, m);
-  });
-}
 
 // Where found[i] == value.
 std::vector<uint32_t> Positions(const uint8_t* found, size_t n, uint8_t value) {
@@ -50,7 +37,7 @@ void Table::Resident(std::span<const int64_t> keys, uint8_t* found) const {
 }
 
 void Table::LockedResident(std::span<const int64_t> keys, uint8_t* found) const {
-  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, const Row*, int64_t m) {
+  ForKeyBlocks(index(), keys, [&](int64_t i, const Slot* slots, const Row*, int64_t m) {
     for (int64_t j = 0; j < m; ++j) found[i + j] = slots[j] != kNoSlot;
   });
 }
@@ -79,7 +66,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
     found_here.resize(keys.size());
     found = found_here.data();
   }
-  ForBlocks(*this, keys, [&](int64_t i, const Slot* slots, const Row* rows, int64_t m) {
+  ForKeyBlocks(index(), keys, [&](int64_t i, const Slot* slots, const Row* rows, int64_t m) {
     if (values) {
       ActiveKernels().gather(view, rows, m, nullptr, values + i * options_.dim, DType::kFloat32,
                              options_.dim);

@@ -1,0 +1,32 @@
+// Reading and writing whole files and ranges. Failures are std::system_error that names the path.
+//
+// Thread safety: pure functions of their arguments.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace embstore {
+
+[[noreturn]] void ThrowIo(const std::string& what);             // std::system_error with errno
+[[noreturn]] void ThrowIo(int error, const std::string& what);  // the same with `error`
+void WriteWhole(int fd, const void* data, size_t bytes, int64_t offset, const std::string& path);
+void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::string& path);
+int64_t FileBytes(int fd);
+// Opens a regular file; on failure returns -1 with errno set. Throws InvalidState for anything
+// else: a FIFO would block, a device may have no end.
+int OpenRegular(const std::string& path, int flags);
+// Writes a new file and fsyncs it.
+void WriteFile(const std::string& path, const void* data, size_t bytes);
+// The whole file; throws InvalidState when it has more than max_bytes.
+std::string ReadFile(const std::string& path, int64_t max_bytes);
+void SyncDirectory(const std::string& path);
+
+// Closes a descriptor at the end of a scope.
+struct Closer {
+  int fd;
+  ~Closer();
+};
+
+}  // namespace embstore
