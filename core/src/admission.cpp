@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kEntriesPerBucket = 16;
 constexpr size_t kFirstBuckets = 64;
 
-// The table's index takes the bits of HashKey itself.
+// Independent of HashKey, which decides ownership.
 uint64_t FilterHash(int64_t key) {
   return HashKey(static_cast<int64_t>(static_cast<uint64_t>(key) ^ 0x9e3779b97f4a7c15ULL));
 }
@@ -30,8 +30,8 @@ AdmissionFilter::AdmissionFilter(int64_t threshold)
 }
 
 void AdmissionFilter::Reserve(int64_t keys) {
-  // An entry does not know its whole hash, so both halves get a copy; the one that is in the wrong
-  // half is never counted again and gives way in time.
+  // An entry does not know its whole hash, so both halves get a copy; the copy in the wrong half is
+  // never counted again and is replaced in time.
   while (static_cast<int64_t>(entries_.size()) < keys) {
     const size_t size = entries_.size();
     entries_.resize(2 * size);
@@ -53,7 +53,7 @@ uint16_t AdmissionFilter::Fingerprint(uint64_t hash) const {
   return static_cast<uint16_t>((hash >> 48) << count_bits_);
 }
 
-// A used entry has a count of at least 1, so it differs from a free one whatever its fingerprint.
+// A used entry has a count of at least 1, so it is never 0, whatever its fingerprint.
 int AdmissionFilter::Find(const uint16_t* bucket, uint16_t fingerprint) const {
   for (size_t i = 0; i < kEntriesPerBucket; ++i) {
     if (bucket[i] != 0 && (bucket[i] >> count_bits_) == (fingerprint >> count_bits_)) {

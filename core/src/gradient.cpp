@@ -156,8 +156,8 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
           AddImportance(*work->request->slots, sorted, work->gradients);
     }
   });
-  // Rows are in the order of tasks and occurrences of a row in the order of the batch, whatever the
-  // number of threads.
+  // Rows are in the order of tasks, and the occurrences of a row in the order of the batch,
+  // whatever the number of threads.
   for (size_t task = 0; task < tasks.size(); ++task) {
     const SlotList& slots = *tasks[task].first->request->slots;
     for (const SharedGradient& gradient : of_shared_rows[task]) {
@@ -239,7 +239,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
     table.RequireOpen();
     if (table.store()) table.BringUp(keys, list.rows());
     if (renew_scores) table.FindAll(keys, list.rows(), table.NextBatchScore(n));
-    // Later another thread may erase keys, which rewrites the list.
+    // Counted now: another thread may erase keys later, which rewrites the list.
     missing = std::count(list.rows(), list.rows() + n, kMissingRow);
   } else {
     std::shared_lock guard(table.lock());
@@ -254,7 +254,7 @@ int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
       if (row == kMissingRow) row = table.SharedRow(keys[static_cast<size_t>(i)]);
     }
   }
-  // Between the two locks the list keeps its rows where they are, or follows them.
+  // Between the two locks the list pins its rows, and forgets those that are taken.
   GradientRequest request;
   request.slots = &list;
   request.gradients = gradients;

@@ -26,13 +26,13 @@ struct Work {
   BatchScore score;
   std::vector<Share> shares;
   std::vector<uint32_t> missing;  // of all shares
-  std::vector<uint32_t> waiting;  // of a training batch: those that are not to be stored yet
+  std::vector<uint32_t> waiting;  // in training: those that are not to be stored yet
   std::vector<float> extra;       // vectors of keys that are not stored
   int64_t refused = 0;
 
   Work(const LookupRequest* from, Row* to) : request(from), numbers(to) {}
 
-  // Whether a missing key may read something else than zero in evaluation.
+  // Whether a missing key may read something other than zero in evaluation.
   bool has_more() const {
     return request->table->store() != nullptr || request->table->has_shared_rows();
   }
@@ -152,10 +152,10 @@ struct Work {
     }
   }
 
-  // Training: shared rows, or else initial values, for the keys that are not to be stored yet.
+  // Training: shared rows, or else initial values, for keys that are not to be stored yet.
   void UseInitialValues() {
     if (request->table->has_shared_rows()) {
-      request->table->UseShared(request->keys.data(), numbers, missing);  // those that were refused
+      request->table->UseShared(request->keys.data(), numbers, missing);  // refused keys
       request->table->UseShared(request->keys.data(), numbers, waiting);
       waiting.clear();
       return;
@@ -168,8 +168,8 @@ struct Work {
     }
   }
 
-  // Evaluation: vectors from the store below, else shared rows, else initial values where they are
-  // wanted. What is left reads zero, as Answer wrote it.
+  // Evaluation: vectors from the store below, else shared rows, else initial values if requested.
+  // The rest reads zero, as Answer wrote it.
   void UseOtherVectors(bool initial) {
     const Table& table = *request->table;
     const auto dim = static_cast<size_t>(table.dim());
@@ -260,7 +260,7 @@ void Run(std::vector<Work>& works, Access access) {
       work.request->table->CountHits(
           static_cast<int64_t>(work.request->keys.size() - work.missing.size()));
     }
-    // Zeros are already there.
+    // The zeros are already written.
     again |= !work.missing.empty() && (access != Access::kReadZero || work.has_more());
     if (access == Access::kTrain) {
       work.waiting = work.request->table->Admit(work.request->keys.data(), work.missing,
@@ -276,7 +276,7 @@ void Run(std::vector<Work>& works, Access access) {
     auto& [work, share] = tasks[static_cast<size_t>(task)];
     if (!share->missing.empty()) work->AnswerAgain(*share);
   });
-  // `extra` ends with this call, so nothing may point there: the backward pass skips them.
+  // `extra` ends with this call, so no row number may refer to it: the backward pass skips these.
   for (Work& work : works) {
     for (const uint32_t i : work.waiting) work.numbers[i] = kMissingRow;
   }

@@ -1,4 +1,4 @@
-// The missing keys of a batch on their way into a table.
+// The missing keys of a batch while they are inserted into a table.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace embstore {
 
-// The distinct keys among the missing ones, and what becomes of them.
+// The distinct missing keys, and what happens to them.
 struct Table::Newcomers {
-  std::vector<uint32_t> first;   // where each occurs first, ascending
+  std::vector<uint32_t> first;   // first occurrences, ascending
   std::vector<uint32_t> number;  // which of them missing[i] is
   std::vector<uint64_t> hashes, scores;
   std::vector<Row> rows;
   std::vector<Evicted> evicted;  // of the newcomers from `plain` on; slot == kNoSlot: none
-  std::vector<uint8_t> aside;    // its stripe has no place for it
+  std::vector<uint8_t> aside;    // its stripe has no room for it
   int64_t plain = 0;             // the first ones get free rows
   RecycledBuffer scratch;        // a vector for each task of FillRows
 

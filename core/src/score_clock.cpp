@@ -13,7 +13,7 @@ uint64_t NowNanoseconds() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000ULL + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// A new row has to have a score before its first gradient arrives.
+// A new row needs a score before its first gradient arrives.
 constexpr double kLeastImportance = 1e-12;
 
 }  // namespace

@@ -60,8 +60,8 @@ const TableOptions& Validated(const TableOptions& options) {
   return options;
 }
 
-// So few keys are in a class that the one with the smallest score is found soon; in a table of a
-// few buckets they are all in one.
+// A class has so few keys that its smallest score is found quickly; a table of a few buckets is one
+// class.
 int ClassBits(int64_t max_capacity) {
   constexpr int64_t kSmall = 1024, kKeysPerClass = 128;
   if (max_capacity <= kSmall) return 0;
@@ -113,7 +113,7 @@ Table::Table(const TableOptions& options)
                  ? HalfLife{options.half_life, /*in_batches=*/true}
                  : HalfLife{DefaultHalfLife(options.index.max_capacity), /*in_batches=*/false},
              options.name) {
-  options_.index.seed = options.seed;  // stays the index's own when the table gets another seed
+  options_.index.seed = options.seed;  // the index keeps it when the table gets another seed
   index_.emplace(options_.index);
   row_capacity_ = index_->capacity() + options.shared_rows;
   row_limit_ = evicts() ? index_->max_capacity() : KeyIndex::kMaxCapacity;
@@ -234,7 +234,7 @@ void Table::MakeRoom(int64_t rows) {
   const int64_t numbers = rows + options_.shared_rows;
   rows_.Require(numbers, purpose);
   if (numbers > row_capacity_) {
-    // A little more each time, so that marks are not extended with every batch.
+    // A little extra, so that not every batch has to extend the marks.
     const int64_t capacity = std::max(
         numbers, std::min(row_capacity_ + row_capacity_ / 8, row_limit_ + options_.shared_rows));
     rows_.Grow(capacity);

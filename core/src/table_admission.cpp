@@ -1,4 +1,4 @@
-// Which of the missing keys may have a row: by a threshold, or against the keys that have one.
+// Which missing keys get a row: by a threshold, or in competition with the keys that have one.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -25,11 +25,11 @@ std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& m
     return waiting;
   }
   if (!admission_) return {};
-  // Keys that come once or twice outnumber those that stay.
+  // Keys that are seen once or twice outnumber those that stay.
   constexpr int64_t kTrackedPerRow = 4;
   admission_->Reserve(kTrackedPerRow * index_->capacity());
   for (const uint32_t i : missing) admission_->Count(keys[i]);
-  const FetchedRows below = Fetch(keys, missing);  // what was stored once stays so
+  const FetchedRows below = Fetch(keys, missing);  // keys that are stored stay admitted
   const auto first = std::stable_partition(missing.begin(), missing.end(), [&](uint32_t i) {
     return admission_->IsAdmitted(keys[i]) || below.Find(keys[i]).data != nullptr;
   });
@@ -65,7 +65,7 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
   const int64_t n = fresh.size(), now = clock_.half_life();
   const auto key_of = [&](int64_t j) { return keys[fresh.first[static_cast<size_t>(j)]]; };
   if (!sketch_) {
-    if (fresh.plain == n) return;  // nobody was without a row so far
+    if (fresh.plain == n) return;  // every key has a row so far
     sketch_ = EmptySketch();
   }
   if (floors_.empty()) floors_.resize(size_t{1} << class_bits_, 0);
@@ -81,7 +81,7 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
     }
   }
 
-  // The most frequent first; of equal ones the first of the batch.
+  // The most frequent first; ties in the order of the batch.
   struct Challenger {
     size_t in_class;
     uint64_t score;
@@ -101,8 +101,8 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
   for (size_t i = 0; i < all.size(); ++i) {
     if (i == 0 || all[i].in_class != all[i - 1].in_class) begins.push_back(i);
   }
-  // A class lies in one stripe, so threads that share the work by stripe do not meet. Only the
-  // overflow area is everybody's.
+  // A class is in one stripe, so threads that divide the work by stripe do not collide. Only the
+  // overflow area is shared.
   constexpr size_t kWorthSharing = 64;
   const int64_t parts =
       begins.size() < kWorthSharing || index_->overflow_size() > 0 ? 1 : NumThreads();
@@ -114,7 +114,7 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
     const auto goes_later = [](const Holder& a, const Holder& b) {
       return a.score != b.score ? a.score > b.score : a.tie > b.tie;
     };
-    std::vector<Holder> holders;  // those that may go
+    std::vector<Holder> holders;  // evictable ones
     for (size_t i = 0; i < begins.size(); ++i) {
       const size_t in_class = all[begins[i]].in_class;
       const uint64_t first = class_bits_ ? uint64_t{in_class} << (64 - class_bits_) : 0;
@@ -138,7 +138,7 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
       floors_[in_class] = least;
     }
   });
-  // What is known of a key stays known when its row goes.
+  // An evicted key keeps its frequency.
   for (int64_t j = fresh.plain; j < n; ++j) {
     const Evicted& gone = fresh.evicted[static_cast<size_t>(j - fresh.plain)];
     if (gone.slot == kNoSlot) continue;
@@ -149,7 +149,7 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
 
 namespace {
 
-// Before the sketch: a mark of this form, and the moment of the clock.
+// Precedes the sketch: a magic number, and the time of the clock.
 constexpr uint16_t kSketchForm = 0x5ce7;
 constexpr size_t kHeader = 1 + sizeof(uint64_t) / sizeof(uint16_t);
 

@@ -85,8 +85,8 @@ void Table::EvictAside(Newcomers& fresh) {
   }
 }
 
-// Threads share the work by stripe, so that the keys of one stripe come in the order of the batch
-// whatever the number of threads.
+// Threads divide the work by stripe, so that the keys of a stripe are placed in the order of the
+// batch, whatever the number of threads.
 void Table::Place(const int64_t* keys, Newcomers& fresh, bool may_evict) {
   constexpr int64_t kWorthSharing = 256;
   const int64_t n = fresh.size();

@@ -157,8 +157,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   RequireOpen();
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore(n);
   floors_.clear();  // scores may fall
-  // Scores of a dump may come from a clock that is ahead; what is trained later must rank above
-  // them.
+  // The scores of a dump may come from a clock that is ahead; later training must rank above them.
   if (scores && n > 0) clock_.RaiseAbove(*std::max_element(scores, scores + n));
   Row* const rows = list->rows();
   FindAll(keys, rows, batch);

@@ -1,4 +1,4 @@
-// Shared rows: those that serve keys without a row of their own.
+// Shared rows, which serve keys without a row of their own.
 #include <algorithm>
 #include <mutex>
 #include <shared_mutex>
@@ -26,7 +26,7 @@ void Table::UseShared(const int64_t* keys, Row* rows, std::span<const uint32_t> 
   }
 }
 
-// The name of the table tells the initial vectors of its shared rows from those of its keys.
+// Shared rows use another name, so that their initial vectors differ from those of keys.
 void Table::BeginShared(Row row) {
   const Initializer initializer(options_.initializer, options_.seed, options_.name + "/shared");
   std::vector<float> vector(static_cast<size_t>(options_.dim));

@@ -1,10 +1,10 @@
-// Admission by frequency: how often keys without a row were seen, in two bytes a key.
+// AdmissionFilter: how often keys without a row were seen, in two bytes a key.
 //
-// Buckets of 16 entries; an entry is a fingerprint of the key and a count, together 16 bits. Two
+// A bucket has 16 entries; an entry is a fingerprint of the key and a count, together 16 bits. Two
 // keys of a bucket share an entry when their fingerprints are equal, which admits the second one
 // early: about one key in a thousand for thresholds up to 3, one in a hundred up to 31. In a full
-// bucket the smallest count gives way, so keys that are seen once pass through. To be admitted, a
-// key has to come back before as many others as there is room for have come between.
+// bucket a new key replaces the smallest count, so keys that are seen once do not stay. To be
+// admitted, a key must come back before as many others have come as there is room for.
 //
 // Thread safety: none; the table guards it.
 #pragma once
@@ -31,8 +31,8 @@ class AdmissionFilter {
 
   // The threshold and all entries, in this order; what a dump keeps.
   std::vector<uint16_t> Save() const;
-  // Takes the counts of Save. False, and nothing changes, when they are for another threshold.
-  // Throws InvalidArgument when they are not what Save gives.
+  // Restores what Save returned. False, and nothing changes, if it is for another threshold. Throws
+  // InvalidArgument for anything that Save does not return.
   bool Restore(std::span<const uint16_t> saved);
 
   int64_t bytes() const { return static_cast<int64_t>(entries_.size() * sizeof(uint16_t)); }

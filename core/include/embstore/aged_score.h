@@ -1,14 +1,18 @@
 // Aged scores: sums that lose half of their weight with every half-life, as plain integers.
 //
-// Nothing that is stored is ever halved. What is added grows instead: an amount that comes in
-// half-life h counts 2^h times. So scores of any age compare as integers, in a table, in a store
-// below it and in a dump.
+// Stored scores are never halved. Instead, later amounts count more: an amount added in half-life h
+// counts 2^h times. So scores of any age compare as integers, in a table, in a store below it and
+// in a dump.
 //
-//     bits    63 ...... 40   39 ...... 0      value = (1 + fraction / 2^40) * 2^(exponent -
-//     kAgedBias)
+//     bits    63 ...... 40   39 ...... 0
 //             exponent       fraction
+//     value = (1 + fraction / 2^40) * 2^(exponent - kAgedBias)
 //
-// Adding the same amount several times gives the same bits in any order. 0 means nothing.
+// Thread safety: pure functions of their arguments.
+//
+// Invariants
+//  1. Adding the same amount several times gives the same bits in any order.
+//  2. 0 means nothing.
 #pragma once
 
 #include <algorithm>
@@ -37,10 +41,10 @@ inline uint64_t AddAged(uint64_t a, uint64_t b) {
   return exponent << kAgedFractionBits | sum % kAgedOne;
 }
 
-// REQUIRES amount > 0. The score of an amount that comes in this half-life.
+// The score of an amount that is added in this half-life. REQUIRES: amount > 0.
 inline uint64_t AgedScore(double amount, int64_t half_life) {
   int exponent = 0;
-  const double fraction = 2.0 * std::frexp(amount, &exponent) - 1.0;  // of [0, 1)
+  const double fraction = 2.0 * std::frexp(amount, &exponent) - 1.0;  // in [0, 1)
   const int64_t biased =
       std::clamp<int64_t>(kAgedBias + half_life + exponent - 1, 1, kAgedMostExponent);
   return static_cast<uint64_t>(biased) << kAgedFractionBits |

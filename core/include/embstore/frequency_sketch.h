@@ -1,9 +1,9 @@
-// FrequencySketch: how often keys without a row were seen lately, in four bytes a key.
+// FrequencySketch: how often keys without a row were seen recently, in four bytes a key.
 //
-// Buckets are cache lines of 15 entries. An entry is a tag of the key and an aged sum in a 16-bit
-// float. A bucket remembers in which half-life it was last used and is aged when it is used again,
-// so nothing ever walks over all of it. In a full bucket the smallest sum gives way. Keys of a
-// bucket with equal tags share an entry: about one in 4,000.
+// A bucket is a cache line of 15 entries. An entry is a tag of the key and an aged sum in a 16-bit
+// float. A bucket records the half-life in which it was last used and is aged at its next use, so
+// nothing ever scans the whole sketch. In a full bucket a new key replaces the smallest sum. Keys
+// of a bucket with equal tags share an entry: about one in 4,000.
 //
 // Thread safety: const methods may run together; any other method needs exclusive access.
 #pragma once
@@ -18,17 +18,17 @@ namespace embstore {
 
 class FrequencySketch {
  public:
-  // Room for about so many keys.
+  // Room for about this many keys.
   FrequencySketch(int64_t keys, uint64_t seed);
 
   void Prefetch(int64_t key) const { __builtin_prefetch(&buckets_[BucketOf(Hash(key))], 1); }
   // Adds to the sum of the key and returns it, both as of this half-life, which never falls.
   double Add(int64_t key, double amount, int64_t half_life);
-  // Takes the sum of the key out and returns it.
+  // Removes the sum of the key and returns it.
   double Take(int64_t key, int64_t half_life);
 
   std::vector<uint16_t> Save() const;
-  // Takes what Save gave. False, and nothing changes, when it is of another size.
+  // Restores what Save returned. False, and nothing changes, if the sizes differ.
   bool Restore(std::span<const uint16_t> saved);
 
   int64_t bytes() const { return static_cast<int64_t>(buckets_.size() * sizeof(Bucket)); }
@@ -36,7 +36,7 @@ class FrequencySketch {
  private:
   static constexpr int kEntries = 15;
   struct alignas(64) Bucket {
-    uint32_t half_life;       // that the sums are as of
+    uint32_t half_life;       // in which the sums are valid
     uint16_t tags[kEntries];  // of used entries
     uint16_t sums[kEntries];  // 0: free
   };

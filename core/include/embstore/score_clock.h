@@ -47,7 +47,7 @@ struct BatchScore {
   uint64_t score = 0;
 };
 
-// How long an aged score takes to lose half of its worth.
+// How long it takes an aged score to lose half of its worth.
 struct HalfLife {
   int64_t length = 1;
   bool in_batches = false;  // else in keys of batches
@@ -59,13 +59,13 @@ class ScoreClock {
   ScoreClock(ScoreStrategy strategy, HalfLife half_life, std::string table)
       : strategy_(strategy), age_(half_life), table_(std::move(table)) {}
 
-  // The score of the next batch, of so many keys; advances. Throws InvalidState as RequireScore
-  // does.
+  // The score of the next batch, which has this many keys; advances. Throws InvalidState as
+  // RequireScore does.
   BatchScore Next(int64_t keys);
   // What Next would give, without advancing: 0 for kLfu, and for kCustomized before a score is set.
   // A later Next never gives less. Aged strategies: the moment in half-lives, with a fraction.
   uint64_t Peek();
-  int64_t half_life() const { return half_life_; }  // that runs, from 0
+  int64_t half_life() const { return half_life_; }  // the current one, from 0
   void RequireScore() const;  // throws InvalidState when kCustomized has no score yet
 
   // Throw InvalidArgument for another strategy, and for 0.

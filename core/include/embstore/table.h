@@ -18,13 +18,12 @@
 //     are kept by row number, so the index may move its slots freely.
 //  4. Over a store (store.h) the table is a write-back cache. A row that is new, or was updated or
 //     assigned since it came up, is dirty and goes down before its slot is reused; a clean one is
-//     dropped. A
-//     missing key is looked for below before it is initialised. max_capacity is then a budget: a
-//     batch whose pinned rows do not fit makes the table grow beyond it instead of being refused
-//     keys.
+//     dropped. A missing key is looked up below before it is initialised. max_capacity is then a
+//     budget: if the pinned rows of a batch do not fit, the table grows beyond it instead of
+//     refusing keys.
 //  5. Rows below options().shared_rows are shared: they have no key and no slot, are never freed or
-//     evicted, and serve the keys that have no row of their own. One that no training batch has
-//     used yet counts as absent.
+//     evicted, and serve the keys that have no row of their own. Until a training batch uses one,
+//     it counts as absent.
 #pragma once
 
 #include <atomic>
@@ -63,30 +62,30 @@ struct TableOptions {
   OptimizerOptions optimizer;
   InitializerOptions initializer;
   ScoreStrategy score_strategy = ScoreStrategy::kTimestamp;
-  // Evicts the key with the fewest occurrences, whatever its score says. Takes 4 bytes a row.
+  // Evicts the key with the fewest occurrences, whatever its score is. Takes 4 bytes a row.
   bool evict_least_used = false;
   uint64_t seed = 0;
   EvictionLog eviction_log = EvictionLog::kOff;
   int64_t eviction_log_capacity = 1 << 20;  // the oldest entries are dropped and counted
-  int64_t admission_threshold =
-      0;  // > 0: a training batch stores a key once it was seen this often
-  // In a full table a key gets a row only if its aged score is larger than that of the row which
-  // goes. Aged strategies only, without a store and without admission_threshold.
+  // > 0: a training batch stores a key once it was seen this often.
+  int64_t admission_threshold = 0;
+  // In a full table, a key gets a row only if its aged score is larger than that of the row it
+  // replaces. Aged strategies only, without a store and without admission_threshold.
   bool admit_by_frequency = false;
   // Of aged strategies, in batches. 0: by the number of keys, see DefaultHalfLife.
   int64_t half_life = 0;
   int64_t shared_rows = 0;
-  // How keys choose their shared row. Ranks whose number divides shared_rows then share no row.
+  // How keys choose their shared row. If the number of ranks divides shared_rows, ranks share none.
   Ownership shared_by = Ownership::kRoundRobin;
-  bool start_from_shared = true;  // a new row begins with the vector of its shared row
+  bool start_from_shared = true;  // a new row starts with the vector of its shared row
   std::shared_ptr<Store> store;   // the tier below, or null
 };
 
-// A half-life in keys: long enough to tell the frequencies of rows apart, short enough to follow a
-// stream that changes.
+// A half-life in keys: long enough to tell frequencies apart, short enough to follow a changing
+// stream.
 int64_t DefaultHalfLife(int64_t max_capacity);
 
-// Bytes of a row as a store keeps it.
+// Bytes of a row in a store.
 int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer);
 
 struct TableStats {
@@ -107,8 +106,7 @@ struct RowBlock {
   std::vector<uint64_t> scores;
 };
 
-// Occurrences of a batch are counted in 32 bits, and missing ones are named by negative slots.
-// Throws InvalidArgument when there are 2^31 keys or more.
+// Throws InvalidArgument for 2^31 keys or more: occurrences of a batch are counted in 32 bits.
 void RequireBatchSize(size_t keys);
 
 class Snapshot;
@@ -123,7 +121,7 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t dim() const { return options_.dim; }
   int64_t state_width() const { return state_width_; }
   int64_t row_bytes() const { return row_stride_; }
-  // What the key reads as when it is inserted: its initial vector, rounded to the table's dtype.
+  // What a newly inserted key reads: its initial vector, rounded to the table's dtype.
   void InitialVector(int64_t key, float* out) const;
   int64_t stored_row_bytes() const { return state_offset_ + 4 * state_width_; }
   const Store* store() const { return options_.store.get(); }
@@ -185,12 +183,11 @@ class Table : public std::enable_shared_from_this<Table> {
     std::vector<int64_t> removed;
   };
   Changes TakeChanges(bool with_states);  // of rows in the table and in the store below it
-  // Puts back what was taken but could not be used.
+  // Returns what was taken but could not be used.
   void RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed);
 
-  // Shared rows that were used, by number: all of them, and their replacement, after which others
-  // count as unused. Throws InvalidArgument when a number is not below shared_rows. states null:
-  // they start fresh.
+  // The used shared rows, by number, and their replacement, after which all others count as unused.
+  // Throws InvalidArgument when a number is not below shared_rows. states null: fresh states.
   RowBlock SharedRows() const;
   void AssignShared(std::span<const int64_t> numbers, const float* values, const float* states);
 
@@ -202,7 +199,7 @@ class Table : public std::enable_shared_from_this<Table> {
 
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
-  // What the log keeps from now on. Empties it, since its entries have one form.
+  // Sets what the log keeps from now on. Empties it, since all its entries have one form.
   void set_eviction_log(EvictionLog log);
 
   // ---- over a store; without one these throw InvalidState ----
@@ -232,37 +229,37 @@ class Table : public std::enable_shared_from_this<Table> {
   IndexView index() const { return index_->view(); }
   int64_t row_limit() const { return rows_.used(); }  // rows are below it
   BatchScore NextBatchScore(int64_t keys) { return clock_.Next(keys); }
-  // Finds the keys on several threads and renews the scores of those that are there, having
-  // announced them to whoever watches.
+  // Finds the keys on several threads and renews the scores of those it finds, after announcing
+  // them to watchers.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
   // The same on this thread only.
   void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
   void RequireScore() const { clock_.RequireScore(); }
   void CountHits(int64_t hits) { stats_.hits += hits; }
-  // Counts the keys of `missing` and takes those out of it that are not to be stored yet; they are
-  // returned. admitted: the caller's verdict instead, one for each key of the batch, or null.
+  // Counts the keys of `missing`; removes from it, and returns, those that are not to be stored
+  // yet. admitted: the caller's verdict instead, one for each key of the batch, or null.
   std::vector<uint32_t> Admit(const int64_t* keys, std::vector<uint32_t>& missing,
                               const uint8_t* admitted = nullptr);
   // Inserts keys[i] for every i of `missing` (ascending, duplicates allowed) and sets rows[i].
   // `rows` belong to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key stays inserted without
   // its row, and no victim is lost.
-  // initial (n, dim): what new rows begin with, or null for the initializer.
+  // initial (n, dim): the vectors of new rows, or null for the initializer.
   // Occurrences of keys that were not frequent enough are appended to `unadmitted`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                         uint64_t score, const float* initial, std::vector<uint32_t>& unadmitted);
   bool has_shared_rows() const { return options_.shared_rows > 0; }
-  // The shared row of a key, or kMissingRow as long as no training batch has used it.
+  // The shared row of a key, or kMissingRow until a training batch uses it.
   Row SharedRow(int64_t key) const;
   bool IsShared(Row row) const { return row < options_.shared_rows; }
   bool scores_gradients() const { return options_.score_strategy == ScoreStrategy::kImportance; }
   // kImportance: adds to the score of a key that has a row. Threads may do so for different keys.
   void AddToScore(int64_t key, double amount);
-  // kImportance: the same for a key without one, which may earn a row by it.
+  // kImportance: the same for a key without a row, which may earn one.
   void AddToSketch(int64_t key, double amount);
-  // Gives every occurrence that has no row its shared row, which is in use from now on.
+  // Gives every occurrence without a row its shared row, which counts as used from now on.
   void UseShared(const int64_t* keys, Row* rows, std::span<const uint32_t> occurrences);
-  // Rows of the missing keys that the store has (none without a store).
+  // The rows of the missing keys that the store has (none without a store).
   FetchedRows Fetch(const int64_t* keys, std::span<const uint32_t> missing) const;
   // Finds the keys and brings up what is only below. `rows` as above.
   void BringUp(std::span<const int64_t> keys, Row* rows);
@@ -275,7 +272,7 @@ class Table : public std::enable_shared_from_this<Table> {
   void BeforeChange(const IndexEntry& entry);
   void BeforeChange(int64_t key, Row row);  // for callers that know no slot
   void BeforeChange(std::span<const int64_t> keys, const Row* rows);  // skips kMissingRow
-  // Scores add up: a key that comes back from a store goes on from the score it had.
+  // Scores add up: a key that comes back from a store continues with its old score.
   bool counts_occurrences() const {
     return options_.score_strategy == ScoreStrategy::kLfu || ages();
   }
@@ -304,16 +301,15 @@ class Table : public std::enable_shared_from_this<Table> {
   Slot Victim(uint64_t hash) const;
   void Evict(Slot slot, int64_t newcomer, Newcomers& fresh);
   void EvictAside(Newcomers& fresh);
-  // Lets newcomers beyond the limit take the rows of keys with smaller scores; the others are left
-  // without a row.
+  // Lets newcomers beyond the limit take the rows of keys with smaller scores; the others get none.
   void Contest(const int64_t* keys, Newcomers& fresh);
   void Place(const int64_t* keys, Newcomers& fresh, bool may_evict);
   uint64_t SumOfScores(uint64_t a, uint64_t b) const;
   FrequencySketch EmptySketch() const;
   void BeginShared(Row row);
   RowBlock CollectShared() const;
-  // Hashes of a class, a power of two of equal ranges, compete for the same rows. They depend on
-  // the options alone, so a table that was dumped and loaded makes the same choices.
+  // Keys of a class, one of 2^k equal ranges of hashes, compete for the same rows. Classes depend
+  // on the options only, so a table that was dumped and loaded makes the same choices.
   size_t ClassOf(uint64_t hash) const { return class_bits_ ? hash >> (64 - class_bits_) : 0; }
   void LowerFloor(uint64_t hash, uint64_t score) {
     if (!floors_.empty()) floors_[ClassOf(hash)] = std::min(floors_[ClassOf(hash)], score);
@@ -382,7 +378,7 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_limit_ = 0;     // rows at most
   int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
-  // With admit_by_frequency, once the table is full. No score in a class is below its floor.
+  // With admit_by_frequency, once the table is full: no score in a class is below its floor.
   std::optional<FrequencySketch> sketch_;
   std::vector<uint64_t> floors_;
   int class_bits_ = 0;
