@@ -46,11 +46,9 @@ CONFIG: dict[str, Any] = {
     "io_by_cpu": False,
     "evict_strategy": "kLru",
     "filter_ratio": 1.0,
-    # Not in the original package.
-    "shared_rows": 0,
-    "admission": "all",
-    "half_life": 0,
 }
+# Options of a hybrid variable that the original package does not have; see embstore.TableOptions.
+EXTRAS = ("shared_rows", "admission", "half_life")
 
 _numbers = itertools.count()
 
@@ -108,8 +106,6 @@ def _capacity_options(config: dict[str, Any], given: dict[str, Any]) -> dict[str
         options["init_capacity"] = max(config["init_capacity"], options["bucket_capacity"])
     if "max_load_factor" in given:
         options["max_load_factor"] = float(config["max_load_factor"])
-    for name in ("shared_rows", "admission", "half_life"):
-        options[name] = config[name]
     return options
 
 
@@ -176,8 +172,9 @@ class DynamicVariable(ResourceVariable):
                 raise ValueError(f"{unknown[0]} should not be given: an hbm variable has no such option")
             self._config_dict, options = dict(kwargs), {}
         else:
+            extras = {extra: kwargs.pop(extra) for extra in EXTRAS if extra in kwargs}
             self._config_dict = _with_defaults(kwargs)
-            options = _capacity_options(self._config_dict, kwargs)
+            options = {**_capacity_options(self._config_dict, kwargs), **extras}
         engine_initializer, seed, self._initializer_str = as_initializer(initializer)
         self._dimension = int(dimension)
         self._mode = mode

@@ -150,6 +150,23 @@ def test_lfu_as_evict_strategy_decides_the_order_of_eviction_beside_every_score(
     assert engine.evict_least_used and engine.score_strategy == embstore.ScoreStrategy(int(strategy))
 
 
+def test_shared_rows_and_admission_by_frequency_reach_the_engine() -> None:
+    options = DynamicEmbTableOptions(
+        score_strategy=DynamicEmbScoreStrategy.LFU, admission="frequency", shared_rows=2, half_life=9,
+        dist_type="hash_roundrobin",
+    )  # fmt: skip
+    planned = options.planned(num_embeddings=1000, dim=4, world=1, dtype=torch.float32)
+    engine = engine_options("t", 4, planned, {"optimizer": EmbOptimType.SGD}, 0)
+    assert (engine.admission.name, engine.shared_rows, engine.half_life) == ("FREQUENCY", 2, 9)
+    assert engine.score_strategy.name == "AGED_LFU"
+    plain = DynamicEmbTableOptions().planned(num_embeddings=1000, dim=4, world=1, dtype=torch.float32)
+    engine = engine_options("t", 4, plain, {"optimizer": EmbOptimType.SGD}, 0)
+    assert (engine.admission.name, engine.shared_rows) == ("ALL", 0)
+    assert engine.score_strategy.name == "TIMESTAMP"
+    with pytest.raises(ValueError, match="score_strategy should be LFU with half_life or admission"):
+        DynamicEmbTableOptions(admission="frequency")
+
+
 @pytest.mark.parametrize("threshold", [-1, True, 2.0, "3", None])
 def test_an_admission_threshold_is_an_integer_of_at_least_zero(threshold: Any) -> None:
     with pytest.raises(ValueError, match="threshold should be"):

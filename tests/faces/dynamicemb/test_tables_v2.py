@@ -282,3 +282,17 @@ def test_a_cache_counts_keys_hits_insertions_and_evictions() -> None:
     module.set_record_cache_metrics(False)
     assert module.cache.cache_metrics is None
     assert Tables([options()]).cache is None
+
+
+def test_keys_without_a_row_train_and_read_a_shared_row() -> None:
+    module = tables(options(max_capacity=128, score_strategy=LFU, admission="frequency", shared_rows=1))
+    train(module, *range(128), *range(128))
+    train(module, *range(1000, 1010))
+    (dynamic,) = module.dynamic_tables.values()
+    table = dynamic.table
+    assert len(table) == 128 and len(table.shared_rows()) == 1
+    module.eval()
+    (expected,) = table.shared_rows().values
+    keys = torch.tensor([5000, 5001])
+    vectors = module(keys, torch.tensor([0, 1, 2]))
+    assert vectors.tolist() == [expected.tolist()] * 2

@@ -103,6 +103,24 @@ def test_a_hybrid_variable_takes_every_option_of_the_original():
     assert engine.max_load_factor == 0.625
 
 
+def test_ids_without_a_row_train_a_shared_row_where_a_variable_asks_for_it():
+    variable = sok.DynamicVariable(
+        dimension=2, initializer="ones", max_capacity=16, max_bucket_size=16,
+        evict_strategy="kLfu", admission="frequency", shared_rows=1,
+    )  # fmt: skip
+    optimizer = sok.OptimizerWrapper(tf.keras.optimizers.SGD(learning_rate=1.0))
+    for ids in (range(16), range(100, 110)):
+        keys = tf.constant(list(ids), tf.int64)
+        with tf.GradientTape() as tape:
+            ragged = tf.RaggedTensor.from_tensor(keys[:, None])
+            loss = tf.reduce_sum(sok.lookup_sparse([variable], [ragged], combiners=["sum"])[0])
+        optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+    assert variable.table.shared_rows().values.tolist() == [[-9.0, -9.0]]  # ten ids, one row
+    assert variable.table.find([12345, 3])[0].tolist() == [[-9.0, -9.0], [0.0, 0.0]]
+    with pytest.raises(ValueError, match="shared_rows should not be given"):
+        sok.DynamicVariable(dimension=2, var_type="hbm", shared_rows=1)
+
+
 @pytest.mark.parametrize(
     ("given", "init", "most"),
     [
