@@ -59,7 +59,7 @@ PACKAGE := build/.done-package
 # An editable install keeps a list of modules, so it is repeated when one comes or goes.
 MODULES := build/.modules.$(call checksum,$(sort $(shell find src -name '*.py')))
 
-.PHONY: setup demo test lint format bench sanitize trust clean help test-cpp test-py
+.PHONY: setup demo test lint format docs bench sanitize trust clean help test-cpp test-py
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -140,6 +140,9 @@ lint: setup  ## formatting, lint and types
 	@$(BIN)/mypy --no-error-summary
 	@[ -z "$(CPP_FILES)" ] || $(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@echo "lint: clean"
+
+docs: setup  ## write docs/compatibility.md from the list that the tests walk
+	@$(BIN)/python tests/compatibility/page.py
 
 format: setup  ## rewrite the sources as lint wants them
 	@$(BIN)/ruff check --quiet --fix . || true

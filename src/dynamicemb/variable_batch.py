@@ -1,4 +1,4 @@
-"""Batches whose features have different sizes (VBE), written out to one size.
+"""Batches whose features, or whose ranks, have different sizes: brought to one size.
 
     user  2 bags, inverse indices 0 1 1 0        4 bags: a b b a
     item  4 bags, inverse indices 0 1 2 3   ->   4 bags: as they are
@@ -40,4 +40,17 @@ def expand_variable_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         torch.cat(values),
         weights=torch.cat(weights) if weighted else None,
         lengths=torch.cat(lengths),
+    )
+
+
+def padded(features: KeyedJaggedTensor, samples: int) -> KeyedJaggedTensor:
+    """The batch with empty bags behind its own, so that it has this many samples."""
+    lengths = features.lengths().view(len(features.keys()), features.stride())
+    more = lengths.new_zeros(len(features.keys()), samples - features.stride())
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        weights=features.weights_or_none(),
+        lengths=torch.cat([lengths, more], 1).reshape(-1),
+        stride=samples,
     )

@@ -12,7 +12,6 @@ id in that column, so it does not matter in which slot, and on which rank, the i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embstore import _core
-from embstore.arrays import address
+from embstore.nn.row_pieces import RowPieces
 from embstore.stores import Store
 from embstore.stores.urls import is_shared, open_store
 
@@ -38,47 +36,16 @@ Initial = Callable[[Ids], npt.NDArray[np.float32]]
 Url = str | Callable[[str, str], str]
 
 
-@dataclass
-class Shard:
-    """Slots [first, first + rows) of the columns [first_column, ...) of a table."""
+class Shard(RowPieces):
+    """Slots [first, first + rows) of the columns [first_column, ...) of a table.
 
-    first: int
-    first_column: int
-    column: int  # which column shard, counted from the left
-    tensors: list[torch.Tensor]  # weight, then states; 2-D, one row for each slot
+    column   which column shard, counted from the left
+    tensors  weight, then states; 2-D, one row for each slot
+    """
 
-    @property
-    def rows(self) -> int:
-        return self.tensors[0].shape[0]
-
-    @property
-    def tensor_bytes(self) -> list[int]:
-        return [tensor.shape[1] * tensor.element_size() for tensor in self.tensors]
-
-    def gather(self, slots: Ids) -> npt.NDArray[np.uint8]:
-        """The rows (n, bytes) of these local slots."""
-        out = _core.empty_bytes(len(slots) * sum(self.tensor_bytes)).reshape(len(slots), -1)
-        tensors = self.tensors
-        if tensors[0].device.type != "cpu":
-            tensors = [t.index_select(0, torch.from_numpy(slots).to(t.device)).cpu() for t in tensors]
-            slots = np.arange(len(slots))
-        _core.gather_pieces(_pieces(tensors), address(slots), len(slots), address(out))
-        return out
-
-    def scatter(self, slots: Ids, rows: npt.NDArray[np.uint8]) -> None:
-        """Writes rows to these local slots."""
-        if self.tensors[0].device.type == "cpu":
-            _core.scatter_pieces(_pieces(self.tensors), address(slots), len(slots), address(rows))
-            return
-        begin = 0
-        for tensor, size in zip(self.tensors, self.tensor_bytes):
-            part = torch.from_numpy(np.ascontiguousarray(rows[:, begin : begin + size])).view(tensor.dtype)
-            tensor.index_copy_(0, torch.from_numpy(slots).to(tensor.device), part.to(tensor.device))
-            begin += size
-
-
-def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    return [(t.data_ptr(), t.stride(0) * t.element_size(), t.shape[1] * t.element_size()) for t in tensors]
+    def __init__(self, first: int, first_column: int, column: int, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.first, self.first_column, self.column = first, first_column, column
 
 
 def _local_parts(tensor: torch.Tensor | ShardedTensor) -> list[tuple[torch.Tensor, list[int]]]:

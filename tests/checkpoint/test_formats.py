@@ -26,13 +26,15 @@ def documented_reader() -> dict[str, object]:
     return names
 
 
-@pytest.mark.parametrize("strategy", ["step", "timestamp"])
+@pytest.mark.parametrize("strategy", ["step", "timestamp", "no_eviction", "compound"])
 @pytest.mark.parametrize("layout", ["v1a", "v2"])
 def test_the_documented_reader_reads_a_dump_without_embstore(
     tmp_path: Path, layout: str, strategy: str
 ) -> None:
     read = documented_reader()["read"]
-    table = make(score_strategy=strategy)
+    compound = strategy == "compound"
+    table = make(score_strategy="timestamp" if compound else strategy, evict_least_used=compound)
+    table.score_words = ("lfu", "timestamp") if compound else ()
     train(table, 3)
     embstore.dump(tmp_path / "d", {"model.a/b": {"user": table}}, optim=True, layout=layout)
     if layout == "v2":

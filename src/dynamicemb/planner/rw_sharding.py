@@ -15,6 +15,18 @@ from dynamicemb.options import DynamicEmbTableOptions
 ADDITIONAL_FUSED_PARAMS = ("customized_compute_kernel", "dist_type", "dynamicemb_options")
 
 
+class _NotForTorchRec(str):
+    """The name of our kernel among fused parameters. TorchRec's own sharding groups tables by them, and so
+    hashes it; ours does not."""
+
+    def __hash__(self) -> int:
+        raise ValueError(
+            "a dynamic table came to TorchRec's own sharder: give DistributedModelParallel "
+            "dynamicemb.shard.DynamicEmbeddingCollectionSharder and DynamicEmbeddingBagCollectionSharder, "
+            "and no sharder of TorchRec's for the same modules after them"
+        )
+
+
 @dataclass
 class DynamicEmbParameterSharding(ParameterSharding):
     """The plan of a dynamic table: row-wise over all ranks.
@@ -46,7 +58,8 @@ class DynamicEmbParameterSharding(ParameterSharding):
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """TorchRec adds these to the fused parameters of the table."""
-        return {name: getattr(self, name) for name in ADDITIONAL_FUSED_PARAMS}
+        params = {name: getattr(self, name) for name in ADDITIONAL_FUSED_PARAMS}
+        return {**params, "customized_compute_kernel": _NotForTorchRec(self.customized_compute_kernel)}
 
     @staticmethod
     def pop_additional_fused_params(fused_params: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -11,11 +12,13 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Sha
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dynamicemb.exchange import STEP
 from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.shard.dynamic_tables import DynamicCollection, DynamicSharding, separate
-from dynamicemb.variable_batch import expand_variable_batch
+from dynamicemb.variable_batch import expand_variable_batch, padded
+from embstore.distributed.ranks import TorchRanks
 
 
 class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBagCollection):
@@ -27,6 +30,12 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
         super().__init__(*args, **keywords)
         self._adopt(self._embedding_shardings)
         self._keep_means_apart()
+        # TorchRec reduce-scatters row-wise static bags, for which gloo wants batches of one size.
+        self._wants_one_size = bool(self._dynamic_shardings) and any(
+            not isinstance(sharding, DynamicEmbParameterSharding)
+            and sharding.sharding_type in (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
+            for sharding in self.module_sharding_plan.values()
+        )
 
     @classmethod
     def create_grouped_sharding_infos(
@@ -52,9 +61,32 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
             self._embedding_bag_configs = configs
 
     def _prepared(self, ctx: Any, features: Any) -> Any:
+        ctx.own_samples = None
         if self.dynamic_tables and isinstance(features, KeyedJaggedTensor):
             features = expand_variable_batch(features)
+            ranks = self._dynamic_shardings[0].ranks
+            if self._wants_one_size and isinstance(ranks, TorchRanks):
+                own = np.array([features.stride()], np.int64)
+                largest = int(max(size[0] for size in ranks.all_gather_equal(own, STEP)))
+                if largest != features.stride():
+                    ctx.own_samples = features.stride()
+                    features = padded(features, largest)
         return features
+
+    def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> Any:
+        return self._cut(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        return self._cut(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _cut(self, ctx: Any, awaitable: Any) -> Any:
+        """Takes the samples away that `_prepared` added."""
+        own = ctx.own_samples
+        if own is not None:
+            awaitable.callbacks.append(
+                lambda bags: KeyedTensor(bags.keys(), bags.length_per_key(), bags.values()[:own])
+            )
+        return awaitable
 
     def _keep_means_apart(self) -> None:
         """TorchRec divides the bags of row-wise MEAN features after the fact; ours are means already.

@@ -279,6 +279,20 @@ def uneven(kind: str, dedup: bool = False) -> dict[str, Any]:
     return {"rows": rows(model), "shapes": [tuple(v.shape) for v in outputs(answer).values()]}
 
 
+def uneven_with_static() -> dict[str, Any]:
+    """As `uneven`, with a row-wise static table beside: TorchRec pools it by a reduce-scatter."""
+    specs = [Spec("t0", ("f0",)), Spec("t1", ("f1",), rows=64, options=None)]
+    model = dmp("ebc", specs)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        batch = jagged(["f0", "f1"], 13, step)
+        cuts = [0, 5, 13] if world == 2 else [0, 13]
+        answer = model(part(batch, cuts[rank], cuts[rank + 1]))
+        assert answer.values().shape[0] == cuts[rank + 1] - cuts[rank]
+        (loss_of(answer) * world).backward()
+    return {"rows": rows(model), "static": static_rows(model)}
+
+
 def several_collections() -> dict[str, Any]:
     """Two collections with tables of the same dtype and of others, in a module of modules."""
     bag_specs = [Spec("a", ("f0",), dim=4), Spec("b", ("f0", "f1"), dim=12, mean=True)]

@@ -125,6 +125,17 @@ def test_ranks_may_have_different_batches_or_none(kind: str, dedup: bool) -> Non
                 assert row == pytest.approx(alone[name][key], abs=1e-6)
 
 
+def test_ranks_may_have_different_batches_beside_a_row_wise_static_table() -> None:
+    (alone,) = ranks.run(1, jobs.uneven_with_static)
+    both = ranks.run(2, jobs.uneven_with_static)
+    together = all_rows([result["rows"] for result in both])["t0"]
+    assert together.keys() == alone["rows"]["t0"].keys()
+    for key, row in together.items():
+        assert row == pytest.approx(alone["rows"]["t0"][key], abs=1e-5)
+    static = torch.cat([result["static"]["t1"][1] for result in both])[:64]
+    torch.testing.assert_close(static, alone["static"]["t1"][1])
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_several_collections_and_shared_features_live_side_by_side(world: int) -> None:
     for result in ranks.run(world, jobs.several_collections):

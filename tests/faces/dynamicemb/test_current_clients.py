@@ -28,6 +28,8 @@ from torchrec import (
     EmbeddingConfig,
     KeyedJaggedTensor,
 )
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
@@ -91,6 +93,19 @@ def test_a_plan_entry_carries_what_torchrec_hands_on() -> None:
         DynamicEmbParameterSharding("row_wise", dynamicemb_options=options(dist_type="hash_roundrobin"))
     with pytest.raises(ValueError, match="customized_compute_kernel should be 'DynamicEmb'"):
         DynamicEmbParameterSharding("row_wise", customized_compute_kernel="Other")
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_a_dynamic_table_at_torchrec_s_own_sharder_names_ours(group: None, bags: bool) -> None:
+    kind, table = (
+        (EmbeddingBagCollection, EmbeddingBagConfig) if bags else (EmbeddingCollection, EmbeddingConfig)
+    )
+    config = table(name="t", num_embeddings=97, embedding_dim=4, feature_names=["f"])
+    model = torch.nn.Sequential(kind(tables=[config], device=torch.device("meta")))
+    plan = ShardingPlan({"0": EmbeddingModuleShardingPlan({"t": plan_entry(config, options())})})
+    sharder = EmbeddingBagCollectionSharder() if bags else EmbeddingCollectionSharder()
+    with pytest.raises(ValueError, match="DynamicEmbeddingCollectionSharder"):
+        DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])  # type: ignore[list-item]
 
 
 def _replaced(
