@@ -14,8 +14,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.planner import DynamicEmbParameterSharding
+from dynamicemb.served import served_collection
 from dynamicemb.shard.dynamic_tables import DynamicCollection, DynamicSharding, separate
 from dynamicemb.variable_batch import expand_variable_batch
+from embstore.serving.models import ServedTables
 
 
 class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBagCollection):
@@ -55,6 +57,12 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
         if self.dynamic_tables and isinstance(features, KeyedJaggedTensor):
             features = expand_variable_batch(features)
         return features
+
+    def to_serving(self, tables: ServedTables) -> Any:
+        """What `embstore.serving.serving_model` puts in its place."""
+        return served_collection(
+            self, self._embedding_bag_configs, "embedding_bags", tables, self._env.process_group
+        )
 
     def _keep_means_apart(self) -> None:
         """TorchRec divides the bags of row-wise MEAN features after the fact; ours are means already.
