@@ -139,3 +139,17 @@ def sharded_model(path: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     assert type(served) is Model and torch.equal(served(inputs), wanted)
+
+
+def sharded_with_shared_rows(path: str) -> None:
+    """Each rank has shared rows of its own for the ids that it owns."""
+    module = embstore.Embedding(4, name="t", max_capacity=128, seed=1, sharded=True)
+    for step in range(3):
+        module(torch.arange(300) * 31 + step + dist.get_rank()).square().sum().backward()
+    embstore.dump(f"{path}/d", {"m": dict(module.tables)})
+    ids = torch.arange(2000)
+    wanted = module.eval()(ids)
+    served = serving_model(module, f"{path}/d", cache=f"{path}/c{dist.get_rank()}")
+    dist.barrier()
+    dist.destroy_process_group()
+    assert torch.equal(served(ids), wanted) and wanted.any(1).all()

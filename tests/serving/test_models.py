@@ -83,6 +83,17 @@ def test_a_native_model_has_the_outputs_of_eval(tmp_path, kind):
     assert type(model.single) is embstore.Embedding  # the trained one is as it was
 
 
+def test_ids_without_a_row_read_their_shared_row(tmp_path):
+    emb = embstore.Embedding(4, name="t", max_capacity=128, seed=1, optimizer=embstore.SGD(lr=0.1))
+    assert emb.table.options.shared_rows == 1
+    for step in range(3):
+        emb(torch.arange(400) * 31 + step).square().sum().backward()
+    embstore.dump(tmp_path / "d", {"m": dict(emb.tables)})
+    served = serving_model(emb, tmp_path / "d", cache=tmp_path / "c")
+    vectors = emb.eval()(torch.arange(2000))
+    assert torch.equal(served(torch.arange(2000)), vectors) and vectors.any(1).all()
+
+
 def test_it_is_a_copy_that_follows_the_log_and_not_the_trainer(tmp_path):
     model = trained(Native())
     log = embstore.IncrementLog.create(tmp_path / "d", model.collections())

@@ -34,3 +34,7 @@ def test_half_tables_and_variable_batches_are_served_alike(tmp_path: Path) -> No
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_sharded_native_module_under_data_parallel_is_served_to_the_bit(tmp_path: Path, world: int) -> None:
     ranks.run(world, jobs.sharded_model, str(tmp_path))
+
+
+def test_ids_without_a_row_read_the_shared_row_of_their_owner(tmp_path: Path) -> None:
+    ranks.run(2, jobs.sharded_with_shared_rows, str(tmp_path))
