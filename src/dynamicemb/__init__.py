@@ -36,7 +36,10 @@ from dynamicemb.optimizers import OptimizerArgs
 from dynamicemb.options import DynamicEmbTableOptions, HKVConfig
 from dynamicemb.score_strategies import ScoreStrategy
 from dynamicemb.sizing import align_to_table_size, get_sharded_table_capacity, get_table_value_bytes
+from dynamicemb.torchrec_names import require_names as _require_names
 from dynamicemb.types import AdmissionStrategy, Counter
+
+_require_names()
 
 __all__ = [
     "AdmissionStrategy",

@@ -36,11 +36,14 @@ from dynamicemb.lookup import BagLookup, KeyLookup, Lookup
 from dynamicemb.optimizers import UNUSED_MATHEMATICS, OptimizerArgs
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.routing import Cell, OwnedKeys
+from dynamicemb.served import ServedBatchedTables
 from dynamicemb.tables import HoldsDynamicTables, engine_options, make_table
 from dynamicemb.unavailable import unavailable_class
 from dynamicemb.views import TablesByName
 from embstore.distributed.ranks import Ranks
 from embstore.nn.batch import Prepared, as_key_tensor, as_weights, prepare
+from embstore.nn.served import ServedRows
+from embstore.serving.models import ServedTables
 
 __all__ = [
     "BatchedDynamicEmbeddingTables",
@@ -202,6 +205,12 @@ class BatchedDynamicEmbeddingTables(TablesByName, HoldsDynamicTables, nn.Module)
                 f"offsets should ascend from 0 to the number of indices, {keys.numel()}, but is: {starts}"
             )
         return keys, starts, samples
+
+    def to_serving(self, tables: ServedTables) -> ServedBatchedTables:
+        """What `embstore.serving.serving_model` puts in its place."""
+        rows = [ServedRows(tables.source, tables.name_of(name)) for name in self.dynamic_tables]
+        of_features = [rows[table] for table in self.feature_table_map]
+        return ServedBatchedTables(of_features, self.pooling_mode, self._lookup.dtype, self._device)
 
     def _single(
         self,

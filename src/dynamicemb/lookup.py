@@ -32,7 +32,7 @@ class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
     def __init__(self, tables: Sequence[DynamicTable], dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
         self._tables = list(tables)
-        self._dtype, self._ranks, self._world = dtype, ranks, ranks.world
+        self.dtype, self._ranks, self._world = dtype, ranks, ranks.world
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
         # TorchRec wants a parameter for every table. It has no rows: they live in the table.
         self._placeholders: dict[str, nn.Parameter] = {}
@@ -193,7 +193,7 @@ class BagLookup(Lookup):
                 )
             )
         # Shares of several owners are added up in float32 before they are rounded.
-        dtype, marks = (self._dtype, 0) if alone else (torch.float32, self._world)
+        dtype, marks = (self.dtype, 0) if alone else (torch.float32, self._world)
         whole = self._batch(
             requests,
             out=empty_tensor((samples + marks, self._width), dtype),
@@ -207,7 +207,7 @@ class BagLookup(Lookup):
             out = SumOfOwners.apply(self._trained, whole, self._access, batch.samples, self._ranks)
             if batch.mean_scale is not None:
                 out = out * batch.mean_scale.repeat_interleave(self._widths, 1)
-        return out.to(device=batch.device, dtype=self._dtype)
+        return out.to(device=batch.device, dtype=self.dtype)
 
 
 class KeyLookup(Lookup):
@@ -247,7 +247,7 @@ class KeyLookup(Lookup):
         marks = 0 if batch.index is None else self._world
         whole = self._batch(
             requests,
-            out=empty_tensor((batch.keys.numel() + marks, self._dim), self._dtype),
+            out=empty_tensor((batch.keys.numel() + marks, self._dim), self.dtype),
             gradient_scale=self._begin_step(),
         )
         whole.prepared, self.prepared = self.prepared, None

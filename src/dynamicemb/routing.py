@@ -129,6 +129,17 @@ class _Routing(BaseSparseFeaturesDist[Any]):
         raise NotImplementedError
 
 
+def averaged(weights: torch.Tensor, lengths: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
+    """Weights divided by the sum of those of their bag, as TorchRec's row-wise sharding does. lengths
+    (features, samples), and for which of the features; None: for all."""
+    flat = lengths.reshape(-1).long()
+    sums = torch.zeros(flat.numel()).index_add_(0, torch.repeat_interleave(flat), weights)
+    if mean is not None:
+        sums[~mean.repeat_interleave(lengths.shape[1])] = 1.0
+    sums[sums == 0.0] = 1.0
+    return weights / sums.repeat_interleave(flat)
+
+
 @dataclass
 class _Bags:
     route: Route
@@ -169,16 +180,8 @@ class BagRouting(_Routing):
                 raise ValueError("features should have weights: the collection is weighted")
             weights = as_weights(features.weights(), keys.numel())
             if self._mean.any():
-                weights = self._averaging(weights, lengths, offsets)
+                weights = averaged(weights, lengths, self._mean)
         return keys, lengths, offsets, weights, features.device()
-
-    def _averaging(self, weights: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros(lengths.numel()).index_add_(
-            0, torch.repeat_interleave(lengths.reshape(-1).long()), weights
-        )
-        sums[~self._mean.repeat_interleave(lengths.shape[1])] = 1.0
-        sums[sums == 0.0] = 1.0
-        return weights / sums.repeat_interleave(lengths.reshape(-1).long())
 
     def alone(self, features: KeyedJaggedTensor) -> OwnedKeys:
         keys, lengths, offsets, weights, device = self._inputs(features)

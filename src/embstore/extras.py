@@ -11,5 +11,8 @@ from __future__ import annotations
 
 def missing(user: str, extra: str, error: ImportError) -> ImportError:
     """An ImportError of one line: who needs what, and the extra of embstore that brings it."""
+    more = " and: pip install --no-deps torchrec==1.8.0" if extra == "torchrec" else ""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ImportError(f"{user} needs an extra: pip install 'embstore[{extra}]' ({reason})", name=error.name)
+    return ImportError(
+        f"{user} needs an extra: pip install 'embstore[{extra}]'{more} ({reason})", name=error.name
+    )

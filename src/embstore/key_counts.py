@@ -28,7 +28,7 @@ class KeyCounts:
             TableOptions(
                 name="counts",
                 dim=1,
-                score_strategy="lfu",  # type: ignore[arg-type]
+                score_strategy="lfu",
                 init_capacity=1024,
             )
         )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
 from embstore.initializers import Initializer, Uniform
 from embstore.optimizers import SGD, Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 E = TypeVar("E", bound=enum.IntEnum)
 
@@ -83,6 +86,36 @@ def as_enum(kind: type[E], name: str, value: object) -> E:
     raise ValueError(f"{name} should be one of {known} but is: {value!r}")
 
 
+class TableKeywords(TypedDict, total=False):
+    """The options of `TableOptions` but its name and dim, as keywords: type checkers find a misspelt one."""
+
+    dtype: Any  # DType, its name, or a dtype of torch or numpy
+    optimizer: Optimizer
+    initializer: Initializer
+    init_capacity: int
+    max_capacity: int
+    bucket_capacity: int
+    max_load_factor: float
+    score_strategy: ScoreStrategy | str
+    evict_least_used: bool
+    seed: int | None
+    check_mode: CheckMode | str
+    eviction_log: EvictionLog | str
+    eviction_log_capacity: int
+    admission_threshold: int
+    admission: Admission | str
+    half_life: int
+    shared_rows: int
+    start_from_shared: bool
+
+
+class AllTableKeywords(TableKeywords, total=False):
+    """All options of `TableOptions`."""
+
+    name: str
+    dim: int
+
+
 _NOT_NAMED = cast(ScoreStrategy, None)
 
 
@@ -138,6 +171,10 @@ class TableOptions:
     shared_rows: int = 0
     start_from_shared: bool = True
     _names_strategy: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # names of enum members are taken too
+
+        def __init__(self, *, name: str, dim: int, **keywords: Unpack[TableKeywords]) -> None: ...
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:

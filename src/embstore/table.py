@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,11 @@ from embstore.table_views import TableViews
 
 RESERVE_STEPS = 50  # that progress is told of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from embstore.options import AllTableKeywords
+
 
 class RefusedKeysError(RuntimeError):
     """Keys found no place because their buckets are full of keys of the same batch."""
@@ -59,12 +64,12 @@ class Table(TableViews):
         *,
         store: Store | None = None,
         shared_by: Ownership = Ownership.ROUNDROBIN,
-        **keywords: Any,
+        **keywords: Unpack[AllTableKeywords],
     ) -> None:
         if isinstance(options, str):
-            options = TableOptions(name=options, **keywords)
+            options = TableOptions(name=options, **keywords)  # type: ignore[misc]
         elif keywords:
-            options = replace(options, **keywords)
+            options = replace(options, **keywords)  # type: ignore[arg-type]
         if options.seed is None:
             options = replace(options, seed=0)
         if store is not None and options.admission == Admission.FREQUENCY:

@@ -9,24 +9,25 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 import embstore
 from embstore.display import as_html
-from embstore.initializers import initial_values
 from embstore.nn.batch import Access, Request, run
 from embstore.nn.row_module import RowModule
 from embstore.stores import SsdStore
+from one_embedding.ids import STREAM, Beginnings, check_tables, checked_ids
 from one_embedding.optimizer import Rule, rule_of
 from one_embedding.options import Options, StoreOptions, initializer_from, make_normal_initializer
 from one_embedding.persistent_table import as_numpy_dtype, make_persistent_table_reader
 from one_embedding.ranks import Ranks
+from one_embedding.served import ServedMultiTableEmbedding
 
-# Initial values depend on the seed, the id and the column alone, not on the name of an embedding.
-_STREAM = "one_embedding"
+if TYPE_CHECKING:
+    from embstore.serving.models import ServedTables
 
 _names: weakref.WeakValueDictionary[str, MultiTableMultiColumnEmbedding] = weakref.WeakValueDictionary()
 
@@ -78,6 +79,7 @@ class MultiTableMultiColumnEmbedding(RowModule):
         self.columns = _columns(embedding_dim)
         self.embedding_dim = sum(self.columns)
         self._initializers = _initializers(tables, default_initializer, len(self.columns))
+        self._beginnings = Beginnings(self._initializers, self.columns, seed)
         self._options = StoreOptions.from_dict(store_options)
         self._row_floats = self._options.row_floats(self.embedding_dim)
         if self._row_floats < self.embedding_dim:
@@ -122,7 +124,7 @@ class MultiTableMultiColumnEmbedding(RowModule):
         else:
             sizes = {"max_capacity": max(128, budget // row_bytes)}
         table = embstore.Table(
-            _STREAM,
+            STREAM,
             dim=self.embedding_dim,
             optimizer=optimizer,
             initializer=self._initializers[0][0],
@@ -191,7 +193,8 @@ class MultiTableMultiColumnEmbedding(RowModule):
 
         def ask() -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal stored
-            keys, tables = self._checked(ids, table_ids)
+            keys, tables = checked_ids(ids, table_ids, self.key_type, len(self._initializers))
+            check_tables(tables, len(self._initializers))
             if self.padding_idx is None:
                 return keys, tables
             stored = keys != self.padding_idx
@@ -205,40 +208,6 @@ class MultiTableMultiColumnEmbedding(RowModule):
             whole = vectors.new_zeros(ids.numel(), self.embedding_dim)
             vectors = whole.masked_scatter(stored.unsqueeze(1), vectors)
         return self._in_dtype(vectors.view(*ids.shape, self.embedding_dim).to(ids.device))
-
-    def _checked(
-        self, ids: torch.Tensor, table_ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not isinstance(ids, torch.Tensor) or ids.dtype != self.key_type:
-            told = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise TypeError(f"ids should be a tensor of the key_type {self.key_type} but are: {told}")
-        if ids.device.type == "meta":
-            raise ValueError("ids should have data but their device is: meta")
-        count = len(self._initializers)
-        if table_ids is None:
-            if count > 1 and (ids.dim() == 0 or ids.shape[-1] % count):
-                raise ValueError(
-                    f"ids should have a last dimension of {count} (one for each table) without table_ids "
-                    f"but have the shape: {tuple(ids.shape)}"
-                )
-            tables = torch.arange(ids.numel()) % count
-        else:
-            if not isinstance(table_ids, torch.Tensor) or table_ids.shape != ids.shape:
-                told = (
-                    tuple(table_ids.shape)
-                    if isinstance(table_ids, torch.Tensor)
-                    else type(table_ids).__name__
-                )
-                raise ValueError(
-                    f"table_ids should have the shape {tuple(ids.shape)} of ids but have: {told}"
-                )
-            if table_ids.is_floating_point() or table_ids.dtype == torch.bool:
-                raise TypeError(f"table_ids should be integers but their dtype is: {table_ids.dtype}")
-            tables = table_ids.to("cpu", torch.int64).reshape(-1)
-            if tables.numel() and not (int(tables.min()) >= 0 and int(tables.max()) < count):
-                wrong = tables[(tables < 0) | (tables >= count)][0]
-                raise ValueError(f"table_ids should be between 0 and {count - 1} but one is: {int(wrong)}")
-        return ids.detach().to("cpu", torch.int64).reshape(-1), tables
 
     def _answer(self, keys: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """Vectors of ids that this rank owns."""
@@ -263,22 +232,20 @@ class MultiTableMultiColumnEmbedding(RowModule):
         if not len(missing):
             return None
         initial = torch.empty(len(keys), self.embedding_dim)
-        for number, columns in enumerate(self._initializers):
-            chosen = missing[tables[missing] == number]
-            if len(chosen):
-                initial[chosen] = self._initial_rows(keys[chosen].numpy(), columns)
+        self._beginnings.fill(initial, missing, keys, tables)
         return initial
-
-    def _initial_rows(self, keys: Any, columns: tuple[embstore.Initializer, ...]) -> torch.Tensor:
-        parts = []
-        for number, (initializer, width) in enumerate(zip(columns, self.columns, strict=True)):
-            stream = _STREAM if number == 0 else f"{_STREAM}/{number}"
-            parts.append(initial_values(initializer, keys, width, seed=self.seed, stream=stream))
-        return torch.from_numpy(np.concatenate(parts, axis=1))
 
     def prefetch(self, ids: torch.Tensor) -> Any:
         """Brings the rows of a coming batch up from the files; they stay while the result lives."""
         return self._table.prefetch(ids.detach().to("cpu", torch.int64).reshape(-1))
+
+    def to_serving(self, tables: ServedTables) -> ServedMultiTableEmbedding:
+        """What `embstore.serving.serving_model` puts in its place: the rows of the collection that has the
+        name of this embedding."""
+        rows = tables.name_of(STREAM, self.name)
+        return ServedMultiTableEmbedding(
+            tables.source, rows, self._beginnings, self.key_type, self.padding_idx, self._output_dtype
+        )
 
     # ---- gradients
 

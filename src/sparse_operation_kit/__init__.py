@@ -24,6 +24,7 @@ from sparse_operation_kit.interaction import assign, export, filter_variables
 from sparse_operation_kit.keras_models import trainable_variables
 from sparse_operation_kit.lookup import all2all_dense_embedding, lookup_sparse, sparse_read_and_evict
 from sparse_operation_kit.optimizer import SGD, OptimizerWrapper
+from sparse_operation_kit.served import ServedVariable, serving_model
 from sparse_operation_kit.static import DistributedVariable, LocalizedVariable, Variable
 
 __version__ = "2.1.0"  # of the API
@@ -35,6 +36,7 @@ __all__ = [
     "DynamicVariable",
     "LocalizedVariable",
     "OptimizerWrapper",
+    "ServedVariable",
     "Variable",
     "all2all_dense_embedding",
     "assign",
@@ -46,6 +48,7 @@ __all__ = [
     "load",
     "lookup_sparse",
     "raw_ops",
+    "serving_model",
     "set_comm_tool",
     "sparse_read_and_evict",
     "tf_version",

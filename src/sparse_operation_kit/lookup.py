@@ -20,6 +20,7 @@ from sparse_operation_kit.exchange import check_weights, distinct_rows, owners, 
 from sparse_operation_kit.keras_steps import require_trained
 from sparse_operation_kit.keys import as_keys
 from sparse_operation_kit.rows import pool_rows, read_and_evict
+from sparse_operation_kit.served import ServedVariable, pool_served, read_served
 from sparse_operation_kit.static import StaticVariable
 
 COMBINERS = ("sum", "mean")
@@ -60,11 +61,16 @@ def lookup_sparse(
             raise ValueError(f"combiners should be 'sum' or 'mean' but one is: {combiner!r}")
     for variable in variables:
         _require_variable(variable)
-        if training:
+        if training and not isinstance(variable, ServedVariable):
             require_trained(variable)
-    tool()
+    served = [i for i, v in enumerate(variables) if isinstance(v, ServedVariable)]
+    if len(served) < len(ids):
+        tool()
     samples = [_Samples(i, w) for i, w in zip(ids, weights)]
     pooled: list[Any] = [None] * len(ids)
+    _pool_served(served, variables, samples, combiners, pooled)
+    if len(served) == len(ids):
+        return pooled[0] if single else pooled
     # On one rank the engine pools plain lookups itself.
     alone = tool().size == 1 and not use_low_frequency_filter
     quick = [i for i, v in enumerate(variables) if alone and weights[i] is None and _is_dynamic(v)]
@@ -79,7 +85,7 @@ def lookup_sparse(
         )
         for i, vectors in zip(quick, found):
             pooled[i] = vectors
-    rest = [i for i in range(len(ids)) if i not in quick]
+    rest = [i for i in range(len(ids)) if i not in quick and i not in served]
     if rest:
         keys = [samples[i].keys for i in rest]
         weighted = [samples[i].samples_of_weights() for i in rest if weights[i] is not None]
@@ -93,6 +99,8 @@ def lookup_sparse(
 def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
     """indices.shape + (dimension,): a row for each key, from whichever rank has it."""
     _require_variable(param)
+    if isinstance(param, ServedVariable):
+        return read_served([param], [as_keys(indices, "indices")])[0]
     tool()
     require_trained(param)
     indices = as_keys(indices, "indices")
@@ -122,12 +130,39 @@ def _listed(value: Any, count: int, *, repeat: bool = False) -> list[Any]:
 
 
 def _require_variable(variable: Any) -> None:
-    if isinstance(variable, (DynamicVariable, StaticVariable)):
+    if isinstance(variable, (DynamicVariable, StaticVariable, ServedVariable)):
         return
     kind = type(variable).__name__
     if "EmbeddingVariable" in kind:
         kind += ", which needs DeepRec's fork of TensorFlow: use sok.DynamicVariable instead"
     raise ValueError(f"params should be sok variables but one is: {kind}")
+
+
+def _pool_served(
+    served: Sequence[int],
+    variables: Sequence[Any],
+    samples: Sequence[_Samples],
+    combiners: Sequence[str],
+    pooled: list[Any],
+) -> None:
+    """Fills in the requests `served`, pooled as on one rank."""
+    quick = [i for i in served if samples[i].weights is None]
+    if quick:
+        found = pool_served(
+            [variables[i] for i in quick],
+            [samples[i].keys for i in quick],
+            [samples[i].offsets() for i in quick],
+            [combiners[i] for i in quick],
+        )
+        for i, vectors in zip(quick, found):
+            pooled[i] = vectors
+    weighted = [i for i in served if samples[i].weights is not None]
+    if weighted:
+        keys = _checked(
+            [samples[i].keys for i in weighted], [samples[i].samples_of_weights() for i in weighted]
+        )
+        for i, rows in zip(weighted, read_served([variables[i] for i in weighted], keys)):
+            pooled[i] = _pool(rows, None, samples[i], combiners[i])
 
 
 def _is_dynamic(variable: Any) -> bool:

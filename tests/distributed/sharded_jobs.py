@@ -390,6 +390,24 @@ def absent() -> tuple[str, str] | None:
     return None
 
 
+def failing_update() -> tuple[str, str]:
+    """The update of rank 1 fails; the others get to know in their next step."""
+    module = module_of("embedding", "sgd")
+    loss = module(IDS).sum()
+    if dist.get_rank() == 1:
+
+        def full(*, count: bool) -> Any:
+            raise OSError(28, "No space left on device")
+
+        module.table.step_options = full
+    try:
+        loss.backward()
+        module(IDS)
+    except OSError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 def twice(patient: bool) -> Any:
     module = module_of("embedding", "sgd", update_in_backward=not patient)
     loss = module(IDS).sum()

@@ -154,6 +154,12 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert first[0] == "RankError" and "rank 1" in first[1] and absentee is None
 
 
+def test_a_failed_update_of_one_rank_is_told_to_the_others_in_their_next_step() -> None:
+    for rank, (kind, message) in enumerate(ranks.run(2, jobs.failing_update, group_timeout=3)):
+        assert kind == "OSError" and "No space left on device" in message
+        assert ("on rank 1" in message) == (rank == 0)
+
+
 def test_a_second_backward_raises_or_adds_as_in_a_module_alone() -> None:
     for kind, message, _ in ranks.errors(2, jobs.twice, False):
         assert kind == "RuntimeError" and "can be backpropagated once" in message

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import embstore
+import one_embedding
+from embstore.nn.row_module import RowModule
 from embstore.serving import Reader, serving_model
 
 IDS = torch.arange(40) * 7919 - 100_003
@@ -79,6 +81,17 @@ def test_a_native_model_has_the_outputs_of_eval(tmp_path, kind):
         assert torch.equal(served(*batch(seed)), model(*batch(seed)))  # ids from 30 on are missing
     assert not any(isinstance(m, embstore.nn.TableModule) for m in served.modules())
     assert type(model.single) is embstore.Embedding  # the trained one is as it was
+
+
+def test_ids_without_a_row_read_their_shared_row(tmp_path):
+    emb = embstore.Embedding(4, name="t", max_capacity=128, seed=1, optimizer=embstore.SGD(lr=0.1))
+    assert emb.table.options.shared_rows == 1
+    for step in range(3):
+        emb(torch.arange(400) * 31 + step).square().sum().backward()
+    embstore.dump(tmp_path / "d", {"m": dict(emb.tables)})
+    served = serving_model(emb, tmp_path / "d", cache=tmp_path / "c")
+    vectors = emb.eval()(torch.arange(2000))
+    assert torch.equal(served(torch.arange(2000)), vectors) and vectors.any(1).all()
 
 
 def test_it_is_a_copy_that_follows_the_log_and_not_the_trainer(tmp_path):
@@ -210,6 +223,75 @@ def test_what_cannot_be_served_is_said(tmp_path):
         serving_model(embstore.Embedding(3, name="other"), tmp_path / "d", cache=tmp_path / "c")
     with pytest.raises(TypeError, match="options should come without a Reader"):
         serving_model(emb, Reader(tmp_path / "d", cache=tmp_path / "c"), dtype="int8")
+    with pytest.raises(TypeError, match="module 'model.0' should have a method to_serving but is: RowModule"):
+        serving_model(torch.nn.Sequential(RowModule()), tmp_path / "d", cache=tmp_path / "c")
     served = serving_model(emb, tmp_path / "d", cache=tmp_path / "c")
     with pytest.raises(TypeError, match="should be integers"):
         served(torch.rand(3))
+
+
+# ---- one_embedding
+
+
+def embedding_of(path, name, **keywords):
+    tables = [one_embedding.make_table(one_embedding.make_uniform_initializer(-b, b)) for b in (0.1, 0.3)]
+    store = one_embedding.make_cached_ssd_store_options(1, str(path / name), size_factor=1)
+    return one_embedding.MultiTableEmbedding(
+        name, 6, torch.float, torch.int64, keywords.pop("tables", tables), store, **keywords
+    )
+
+
+class Pair(torch.nn.Module):
+    """Two embeddings of one_embedding, of which one has a padding id and one initializer."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.first = embedding_of(path, "first", padding_idx=int(IDS[3]))
+        self.second = embedding_of(path, "second", tables=None)
+        self.dense = torch.nn.Linear(6, 2)
+
+    def forward(self, ids, table_ids):
+        return self.dense(self.first(ids) + self.first(ids, table_ids) + self.second(ids))
+
+    def close(self):
+        self.first.close()
+        self.second.close()
+
+
+@pytest.fixture
+def pair(tmp_path):
+    model = Pair(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(IDS[:24].view(12, 2), (IDS[:24].view(12, 2) + step) % 2).square().sum().backward()
+        optimizer.step()
+    embeddings = {"first": model.first.table, "second": model.second.table}
+    embstore.dump(
+        tmp_path / "d",
+        {name: {table.name: table} for name, table in embeddings.items()},
+        ownership=embstore.Ownership.XXH64,
+    )
+    yield model.eval()
+    model.close()
+
+
+def test_a_model_of_one_embedding_is_served_to_the_bit_with_initial_values_for_missing_ids(pair, tmp_path):
+    served = serving_model(pair, tmp_path / "d", cache=tmp_path / "c")
+    ids = IDS.view(20, 2)
+    for table_ids in (torch.zeros_like(ids), ids % 2):
+        assert torch.equal(served(ids, table_ids), pair(ids, table_ids))
+    assert pair.first(ids).abs().min(-1).values.gt(0).sum() == 39  # all but the padding id
+    with pytest.raises(ValueError, match="table_ids should be between 0 and 1 but one is: 2"):
+        served(ids, torch.full_like(ids, 2))
+    with pytest.raises(TypeError, match="key_type"):
+        served(ids.int(), ids)
+    pair.close()
+    assert torch.isfinite(served(ids, ids % 2)).all()  # needs the model no more
+
+
+def test_torch_export_takes_a_model_of_one_embedding(pair, tmp_path):
+    served = serving_model(pair, tmp_path / "d", cache=tmp_path / "c")
+    ids = IDS.view(20, 2)
+    program = torch.export.export(served, (ids, ids % 2))
+    assert torch.equal(program.module()(ids, (ids + 1) % 2), pair(ids, (ids + 1) % 2))

@@ -63,7 +63,7 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         ranks = ranks_of(env.process_group, purpose=None) if env.world_size > 1 else Ranks()
         self.tables = build_tables(infos, env, ranks)
         self._configs = [info.embedding_config for info in infos]
-        self._dtype = _output_dtype(infos)
+        self.dtype = _output_dtype(infos)
         self._ownership = next(iter(self.tables.values())).ownership
         self.ranks = ranks
         self._pooled = self._configs[0].pooling != PoolingType.NONE
@@ -98,7 +98,7 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         return BagRouting(self._ownership, self.ranks, mean, weighted)
 
     def create_lookup(self, *args: Any, **keywords: Any) -> Lookup:
-        common = (list(self.tables.values()), self._dtype, self.ranks)
+        common = (list(self.tables.values()), self.dtype, self.ranks)
         if not self._pooled:
             return KeyLookup(*common, self._cells())
         features = [len(c.feature_names) for c in self._configs]
@@ -176,6 +176,10 @@ class DynamicCollection(HoldsDynamicTables):
             if name in self.dynamic_tables:
                 module.__class__ = PlaceOfTable  # TorchRec's is a plain Module, which shows nothing
                 module.table = self.dynamic_tables[name].table
+
+    def output_dtype(self, table: str) -> torch.dtype:
+        """Of the vectors of a dynamic table."""
+        return next(s.dtype for s in self._dynamic_shardings if table in s.tables)
 
     def train(self, mode: bool = True) -> Any:
         """TorchRec keeps its lookups in a plain list, which train() does not reach."""

@@ -17,7 +17,9 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dynamicemb.score_strategies import ScoreStrategy
+from dynamicemb.served import served_collection
 from dynamicemb.shard.dynamic_tables import PREFIX, DynamicCollection, DynamicSharding, separate
+from embstore.serving.models import ServedTables
 
 
 class DynamicEmbeddingCollectionContext(EmbeddingCollectionContext):
@@ -108,6 +110,10 @@ class ShardedDynamicEmbeddingCollection(DynamicCollection, ShardedEmbeddingColle
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         return self._strip(ctx, super().compute_and_output_dist(ctx, input))
+
+    def to_serving(self, tables: ServedTables) -> Any:
+        """What `embstore.serving.serving_model` puts in its place."""
+        return served_collection(self, self._embedding_configs, "embeddings", tables, self._env.process_group)
 
     def _strip(self, ctx: Any, awaitable: Any) -> Any:
         if ctx.without_samples:

@@ -16,9 +16,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dynamicemb.exchange import STEP
 from dynamicemb.planner import DynamicEmbParameterSharding
+from dynamicemb.served import served_collection
 from dynamicemb.shard.dynamic_tables import DynamicCollection, DynamicSharding, separate
 from dynamicemb.variable_batch import expand_variable_batch, padded
 from embstore.distributed.ranks import TorchRanks
+from embstore.serving.models import ServedTables
 
 
 class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBagCollection):
@@ -87,6 +89,12 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
                 lambda bags: KeyedTensor(bags.keys(), bags.length_per_key(), bags.values()[:own])
             )
         return awaitable
+
+    def to_serving(self, tables: ServedTables) -> Any:
+        """What `embstore.serving.serving_model` puts in its place."""
+        return served_collection(
+            self, self._embedding_bag_configs, "embedding_bags", tables, self._env.process_group
+        )
 
     def _keep_means_apart(self) -> None:
         """TorchRec divides the bags of row-wise MEAN features after the fact; ours are means already.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from embstore.extras import missing
 
@@ -34,11 +34,36 @@ from embstore.nn.served import (
     ServedEmbeddingCollection,
 )
 from embstore.nn.table_module import TableModule
-from embstore.options import DEFAULT_MAX_CAPACITY, Admission, ScoreStrategy, TableOptions
+from embstore.options import (
+    DEFAULT_MAX_CAPACITY,
+    Admission,
+    ScoreStrategy,
+    TableKeywords,
+    TableOptions,
+)
 from embstore.table import Table
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from embstore.serving.models import ServedTables
+
+
+class ModuleKeywords(TypedDict, total=False):
+    """What all modules take, see `TableModule`."""
+
+    update_in_backward: bool
+    max_norm: float | None
+    device_rows: int
+    process_group: torch.distributed.ProcessGroup | None
+    sharded: bool
+
+
+class EmbeddingKeywords(TableKeywords, ModuleKeywords, total=False):
+    """What `Embedding` and `EmbeddingBag` take, beside the dim."""
+
+    name: str
+    table: Table | None
 
 
 def _new_table(options: TableOptions, device_rows: int) -> Table:
@@ -70,7 +95,7 @@ class _SingleTable(TableModule):
         device_rows: int = 0,
         process_group: torch.distributed.ProcessGroup | None = None,
         sharded: bool = False,
-        **options: Any,
+        **options: Unpack[TableKeywords],
     ) -> None:
         def make() -> list[Table]:
             if table is None:
@@ -117,8 +142,14 @@ class Embedding(_SingleTable):
 class EmbeddingBag(_SingleTable):
     """Sums or means of the vectors of bags of ids, as `torch.nn.EmbeddingBag`."""
 
-    def __init__(self, dim: int | None = None, *, mode: str = "sum", include_last_offset: bool = False,
-                 **keywords: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        dim: int | None = None,
+        *,
+        mode: str = "sum",
+        include_last_offset: bool = False,
+        **keywords: Unpack[EmbeddingKeywords],
+    ) -> None:
         if mode not in ("sum", "mean"):
             raise ValueError(f"mode should be 'sum' or 'mean' but is: {mode!r}")
         super().__init__(dim, **keywords)
@@ -230,10 +261,17 @@ class EmbeddingBagCollection(TableCollection):
     collection({"user": (ids, offsets), "item": (ids, offsets, weights)})["user"]   # (bags, dim)
     """
 
-    def __init__(self, *args: Any, mode: str = "sum", **keywords: Any) -> None:
+    def __init__(
+        self,
+        tables: Sequence[TableOptions | Table],
+        features: Mapping[str, str] | None = None,
+        *,
+        mode: str = "sum",
+        **keywords: Unpack[ModuleKeywords],
+    ) -> None:
         if mode not in ("sum", "mean"):
             raise ValueError(f"mode should be 'sum' or 'mean' but is: {mode!r}")
-        super().__init__(*args, **keywords)
+        super().__init__(tables, features, **keywords)
         self.mode = mode
 
     def forward(self, inputs: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:

@@ -29,9 +29,8 @@ except ImportError as error:
     raise missing("a serving model", "torch", error) from error
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
+from embstore.nn.row_module import RowModule
 from embstore.serving.reader import Reader, State
 
 
@@ -67,13 +66,14 @@ class ServedTables:
         self.source, self.path, self._collection = source, path, collection
 
     def name_of(self, table: str, collection: str | None = None) -> str:
-        """How the reader calls a table: that of the collection which the user, or else the module, names, or
-        which is called as the module; otherwise the only one of this name."""
-        names, wanted = self.source.state.names, self._collection or collection
-        if wanted is not None:
-            candidates = [f"{wanted}/{table}"]
+        """How the reader calls a table. It is in the collection that the user names; else in that of the
+        module's name (`collection`) or path; else it is the only table of its name."""
+        names = self.source.state.names
+        if self._collection is not None:
+            candidates = [f"{self._collection}/{table}"]
         else:
-            candidates = [f"{self.path}/{table}", f"{self.path.removeprefix('model.')}/{table}", table]
+            places = [collection, self.path, self.path.removeprefix("model.")]
+            candidates = [*(f"{place}/{table}" for place in places if place), table]
         for name in candidates:
             if name in names:
                 return name
@@ -122,6 +122,9 @@ def serving_model(
             if to_serving is not None:
                 memo[id(inner)] = to_serving(ServedTables(view, path, named.get(path)))
                 replaced.add(path)
+            elif isinstance(inner, RowModule):
+                kind = type(inner).__name__
+                raise TypeError(f"module {path!r} should have a method to_serving but is: {kind}")
             else:
                 for name, child in inner.named_children():
                     visit(child, f"{path}.{name}")
@@ -143,8 +146,13 @@ def serving_model(
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module inside of wrappers for several ranks; TorchRec's is known by its attribute."""
+    wrappers: tuple[type, ...] = ()
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrappers = (DistributedDataParallel, FullyShardedDataParallel)
     inner: Any = module
-    wrappers = (DistributedDataParallel, FullyShardedDataParallel)
     while isinstance(inner, wrappers) or hasattr(inner, "_dmp_wrapped_module"):
         inner = inner.module
     assert isinstance(inner, nn.Module)

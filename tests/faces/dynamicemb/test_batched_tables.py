@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import embstore
 from dynamicemb import (
     DynamicEmbDump,
     DynamicEmbInitializerArgs,
@@ -196,3 +197,22 @@ def test_wrong_offsets_are_refused_and_change_nothing(offsets: list[int]) -> Non
     with pytest.raises(ValueError, match="offsets should"):
         tables(torch.tensor([1, 2]), torch.tensor(offsets, dtype=torch.int64))
     assert len(tables.dynamic_tables["user"].table) == 0
+
+
+@pytest.mark.parametrize("mode", [SUM, MEAN, NONE])
+def test_a_serving_model_has_the_outputs_of_eval(mode: DynamicEmbPoolingMode, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(module((4, 4) if mode == NONE else (4, 8), pooling_mode=mode))
+    tables = model[0]
+    for step in range(3):
+        indices, offsets = batch(7, step)
+        tables(indices, offsets).square().sum().backward()
+    DynamicEmbDump(str(tmp_path / "d"), model)
+    served = embstore.serving.serving_model(model, tmp_path / "d", cache=tmp_path / "c")
+    tables.eval()
+    indices, offsets = batch(11, 5)
+    assert torch.equal(served[0](indices, offsets), tables(indices, offsets))
+    weights = torch.rand(indices.numel())
+    if mode != NONE:
+        assert torch.equal(served[0](indices, offsets, weights), tables(indices, offsets, weights))
+        with pytest.raises(ValueError, match="offsets should have samples x 3 features"):
+            served[0](indices, offsets[:-1])
