@@ -29,7 +29,7 @@ class Initializer:
 
     A row is a pure function of seed, table name and key: the same on any rank, thread and machine.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> table = embstore.Table("user", dim=2, initializer=embstore.Constant(0.5))
         >>> table.find_or_insert([7]).tolist()
@@ -89,7 +89,7 @@ class Constant(Initializer):
     Raises:
         ValueError: a number is not finite, or out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Constant(0.5).rows([7, -1], dim=2).tolist()
         [[0.5, 0.5], [0.5, 0.5]]
@@ -116,7 +116,7 @@ class Uniform(Initializer):
     Raises:
         ValueError: a number is not finite, or out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Uniform(0.0, 1.0).rows([7, -1], dim=2).shape
         (2, 2)
@@ -146,7 +146,7 @@ class Normal(Initializer):
     Raises:
         ValueError: a number is not finite, or out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Normal(0.0, 0.01).rows([7, -1], dim=2).shape
         (2, 2)
@@ -178,7 +178,7 @@ class TruncatedNormal(Initializer):
     Raises:
         ValueError: a number is not finite, or out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.TruncatedNormal(0.0, 0.01, -0.02, 0.02).rows([7, -1], dim=2).shape
         (2, 2)
@@ -205,7 +205,7 @@ class TruncatedNormal(Initializer):
 class Debug(Initializer):
     """Every component is float(uint64(key) % 100000): shows which row a vector came from.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Debug().rows([7, 100003], dim=2).tolist()
         [[7.0, 7.0], [3.0, 3.0]]

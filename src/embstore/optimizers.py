@@ -37,7 +37,7 @@ class EpsPlacement(enum.IntEnum):
 
     TORCH: sqrt(v) + eps, after the bias correction. KERAS: as Keras has it, before.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Adam(eps_placement=embstore.EpsPlacement.KERAS).eps_placement.name
         'KERAS'
@@ -61,7 +61,7 @@ class Optimizer:
         TypeError: it is made itself, not one of its subclasses.
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> isinstance(embstore.Adam(lr=0.1), embstore.Optimizer)
         True
@@ -135,7 +135,7 @@ class SGD(Optimizer):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.SGD(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -187,7 +187,7 @@ class Adagrad(Optimizer):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.Adagrad(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -230,7 +230,7 @@ class RowwiseAdagrad(Adagrad):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.RowwiseAdagrad(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -262,7 +262,7 @@ class Adam(Optimizer):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.Adam(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -310,7 +310,7 @@ class AdamW(Adam):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.AdamW(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -341,7 +341,7 @@ class Adamax(Adam):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.Adamax(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -370,7 +370,7 @@ class Adadelta(Optimizer):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.Adadelta(lr=1.0)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -414,7 +414,7 @@ class Ftrl(Optimizer):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.Ftrl(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
@@ -479,7 +479,7 @@ class SmartDecayAdam(Optimizer):
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> rule = embstore.SmartDecayAdam(lr=0.1)
         >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)

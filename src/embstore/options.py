@@ -22,7 +22,7 @@ class ScoreStrategy(enum.IntEnum):
     TIMESTAMP: nanoseconds of the last use. STEP: number of the batch of the last use. CUSTOMIZED: what
     `table.score = n` said. LFU: occurrences so far. NO_EVICTION: timestamps, and the table grows instead.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Table("user", dim=2, score_strategy="lfu").options.score_strategy.name
         'LFU'
@@ -55,7 +55,7 @@ class CheckMode(enum.IntEnum):
 
     ERROR raises RefusedKeysError, WARNING warns, IGNORE counts in `Table.stats().refusals`.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Table("user", dim=2, check_mode="warning").options.check_mode.name
         'WARNING'
@@ -69,7 +69,7 @@ class CheckMode(enum.IntEnum):
 class EvictionLog(enum.IntEnum):
     """What is kept of evicted rows until `Table.evictions()` takes it: nothing, keys, or whole rows.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> table = embstore.Table("user", dim=2, max_capacity=128, eviction_log="keys")
         >>> for batch in range(3):
@@ -86,7 +86,7 @@ class EvictionLog(enum.IntEnum):
 class DType(enum.IntEnum):
     """Element type of the embedding; optimizer state is always float32.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.Table("user", dim=2, dtype="bfloat16").options.dtype.name
         'BFLOAT16'
@@ -152,7 +152,7 @@ class TableOptions:
     Raises:
         ValueError: a value is out of range or of another type; the message names it.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> options = embstore.TableOptions(name="user", dim=8, max_capacity=1_000_000)
         >>> table = embstore.Table(options)

@@ -22,7 +22,7 @@ class Ownership(enum.IntEnum):
     ROUNDROBIN: uint64(key) % world. HASH_ROUNDROBIN: a mixed hash of the key % world, even for patterned ids.
     XXH64: xxh64 of the key with seed 1, % world, which is OneEmbedding's rule.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.owner([0, 2, 4], world=2, ownership=embstore.Ownership.ROUNDROBIN).tolist()
         [0, 0, 0]
@@ -70,7 +70,7 @@ def owner(keys: object, world: int, ownership: AnyOwnership = Ownership.ROUNDROB
         TypeError: keys are no integers.
         ValueError: `world` is below 1.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.owner([7, -1, 12, 3], world=2).tolist()
         [1, 1, 0, 1]

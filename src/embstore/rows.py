@@ -21,7 +21,7 @@ class Rows:
         uses: uint32 (n), how often each key was used; None where the table does not count that beside the
             scores.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> table = embstore.Table("user", dim=2, optimizer=embstore.Adam())
         >>> table.insert_or_assign([7], [[1.0, 2.0]])
@@ -63,7 +63,7 @@ class Stats:
     write_backs the rows that went down to it. dropped_gradients counts rows that were evicted although a
     live batch had them, because no other row could go: the gradients of that batch skip them.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> table = embstore.Table("user", dim=2)
         >>> for _ in range(2):

@@ -30,7 +30,7 @@ class SlotMap:
         ValueError: a number is out of range, or `time` goes backward (in `find`).
         RuntimeError: `admit` without a batch of `find`.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> window = embstore.SlotMap(3)
         >>> batch = window.find([40, -7, 40, 99], time=0)

@@ -40,7 +40,7 @@ RESERVE_STEPS = 50  # that progress is told of
 class RefusedKeysError(RuntimeError):
     """Keys found no place because their buckets are full of keys of the same batch (check_mode="error").
 
-    Example:
+    Examples:
         >>> import embstore
         >>> table = embstore.Table("user", dim=2, max_capacity=128, check_mode="error")
         >>> try:
@@ -71,7 +71,7 @@ class Table(TableViews):
         RuntimeError: the table is closed.
         MemoryError: the machine has no room for the next growth.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> start, rule = embstore.Constant(1.0), embstore.SGD(lr=0.5)
         >>> table = embstore.Table("user", dim=2, initializer=start, optimizer=rule)

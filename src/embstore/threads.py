@@ -14,7 +14,7 @@ def set_num_threads(threads: int) -> None:
     Raises:
         ValueError: `threads` is out of range.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> before = embstore.get_num_threads()
         >>> embstore.set_num_threads(1)
@@ -31,7 +31,7 @@ def get_num_threads() -> int:
     Returns:
         The number, the calling thread included.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.get_num_threads() >= 1
         True
@@ -45,7 +45,7 @@ def isa() -> str:
     Returns:
         Its name. All give the same bits.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.isa() in ("avx512", "avx2", "plain")
         True

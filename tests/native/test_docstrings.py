@@ -14,7 +14,7 @@ NAMES = sorted(set(embstore.__all__) - MODULES)
 
 def parts_of(name):
     text = inspect.getdoc(getattr(embstore, name)) or ""
-    return text, set(re.findall(r"^(Args|Returns|Raises|Example):$", text, re.MULTILINE))
+    return text, set(re.findall(r"^(Args|Returns|Raises|Examples):$", text, re.MULTILINE))
 
 
 def arguments_of(name):
@@ -29,7 +29,7 @@ def arguments_of(name):
 def test_a_public_name_has_an_example_and_explains_every_argument(name):
     text, parts = parts_of(name)
     assert re.match(r"\S.*[.:]$|\S.*\S", text.splitlines()[0]), "a summary should come first"
-    assert "Example" in parts
+    assert "Examples" in parts
     counters = name == "Stats"  # made by tables alone; its text explains the fields
     if arguments_of(name) and not counters:
         assert {"Args"} <= parts, parts

@@ -202,7 +202,7 @@ def dump(
         FileExistsError: the folder has files and `overwrite` is False.
         CheckpointError: an earlier dump in the background failed and nobody has been told.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> table = embstore.Table("user", dim=2)
         >>> vectors = table.find_or_insert([7, -1])

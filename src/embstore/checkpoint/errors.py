@@ -4,7 +4,7 @@
 class CheckpointError(RuntimeError):
     """A dump is damaged, incomplete or does not fit; the message names the file and the reason.
 
-    Example:
+    Examples:
         >>> import embstore, pathlib, tempfile
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "dump"
         >>> embstore.dump(folder, {"model": {"user": embstore.Table("user", dim=2)}})
@@ -20,7 +20,7 @@ class CheckpointError(RuntimeError):
 class NotADumpError(CheckpointError):
     """The folder holds something else than a dump.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> try:
         ...     embstore.open_dump(tempfile.mkdtemp())

@@ -65,7 +65,7 @@ class IncrementLog:
         CheckpointError: an entry is damaged, missing or of another log (in its methods).
         FileExistsError: `create` finds a log.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> trained = {"model": {"user": embstore.Table("user", dim=2)}}
         >>> folder = tempfile.mkdtemp() + "/log"

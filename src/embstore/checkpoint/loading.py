@@ -71,7 +71,7 @@ def load(
         CheckpointError: the dump is damaged or does not fit; no row has changed.
         FileNotFoundError: `path` is no folder.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> table = embstore.Table("user", dim=2)
         >>> vectors = table.find_or_insert([7, -1])

@@ -371,7 +371,7 @@ def open_dump(path: str | os.PathLike[str]) -> Dump:
         NotADumpError: the folder holds something else.
         CheckpointError: the dump is damaged or incomplete.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> folder = tempfile.mkdtemp() + "/monday"
         >>> table = embstore.Table("user", dim=2)

@@ -119,7 +119,7 @@ class Embedding(_SingleTable):
         ValueError: an option is out of range, or neither `dim` nor `table` is given.
         TypeError: ids are no integers (in forward).
 
-    Example:
+    Examples:
         >>> import embstore, torch
         >>> embedding = embstore.Embedding(dim=4, optimizer=embstore.Adagrad(lr=0.1), max_capacity=1_000_000)
         >>> vectors = embedding(torch.tensor([[7, -1], [7, 2**62]]))
@@ -149,7 +149,7 @@ class EmbeddingBag(_SingleTable):
         ValueError: `mode` is another, or an option is out of range.
         TypeError: ids are no integers (in forward).
 
-    Example:
+    Examples:
         >>> import embstore, torch
         >>> bag = embstore.EmbeddingBag(dim=4, mode="mean")
         >>> bag(torch.tensor([7, -1, 12]), offsets=torch.tensor([0, 2])).shape
@@ -256,7 +256,7 @@ class EmbeddingCollection(TableCollection):
     Raises:
         ValueError: two tables have one name, or a feature names no table.
 
-    Example:
+    Examples:
         >>> import embstore, torch
         >>> tables = [embstore.TableOptions(name="user", dim=4), embstore.TableOptions(name="item", dim=8)]
         >>> collection = embstore.EmbeddingCollection(tables, {"user": "user", "clicked": "item"})
@@ -293,17 +293,24 @@ class EmbeddingBagCollection(TableCollection):
     Raises:
         ValueError: `mode` is another, two tables have one name, or a feature names no table.
 
-    Example:
+    Examples:
         >>> import embstore, torch
         >>> collection = embstore.EmbeddingBagCollection([embstore.TableOptions(name="user", dim=4)])
         >>> collection({"user": (torch.tensor([1, 2, 3]), torch.tensor([0, 2]))})["user"].shape
         torch.Size([2, 4])
     """
 
-    def __init__(self, *args: Any, mode: str = "sum", **keywords: Any) -> None:
+    def __init__(
+        self,
+        tables: Sequence[TableOptions | Table],
+        features: Mapping[str, str] | None = None,
+        *,
+        mode: str = "sum",
+        **keywords: Any,
+    ) -> None:
         if mode not in ("sum", "mean"):
             raise ValueError(f"mode should be 'sum' or 'mean' but is: {mode!r}")
-        super().__init__(*args, **keywords)
+        super().__init__(tables, features, **keywords)
         self.mode = mode
 
     def forward(self, inputs: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
