@@ -20,7 +20,9 @@ class ScoreStrategy(enum.IntEnum):
     """How the score of a key follows its use; the smallest score of a bucket is evicted first.
 
     TIMESTAMP: nanoseconds of the last use. STEP: number of the batch of the last use. CUSTOMIZED: what
-    `table.score = n` said. LFU: occurrences so far. NO_EVICTION: timestamps, and the table grows instead.
+    `table.score = n` said. LFU: occurrences so far. AGED_LFU: occurrences that count half after a half-life.
+    IMPORTANCE: norms of the gradients that the row received. NO_EVICTION: timestamps, and the table grows
+    instead.
 
     Examples:
         >>> import embstore
@@ -44,14 +46,22 @@ class ScoreStrategy(enum.IntEnum):
 
 class Admission(enum.IntEnum):
     """Which new keys get a row in a full table: all of them, or those that are more frequent than the key
-    whose row they take."""
+    whose row they take.
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2, score_strategy="lfu", admission="frequency")
+        >>> table.options.admission.name
+        'FREQUENCY'
+    """
 
     ALL = 0
     FREQUENCY = 1
 
 
 class CheckMode(enum.IntEnum):
-    """What a training forward does when keys were refused (their vectors are 0.0 in any case).
+    """What a training forward does when keys were refused (their vectors are 0.0, or those of
+    their shared rows, in any case).
 
     ERROR raises RefusedKeysError, WARNING warns, IGNORE counts in `Table.stats().refusals`.
 
