@@ -24,17 +24,21 @@ unexport PYTHONPATH PYTHONHOME
 # ------------------------------------------------------------------------------------------------
 # What is installed, in this order: a package that pins torch loosely must find it in place.
 
-STEPS := torch fbgemm torchrec-needs torchrec build-tools dev-tools extras tensorflow
+# To build and run it, and then to test it; `make demo` needs the first alone.
+
+STEPS := torch fbgemm torchrec-needs torchrec build-tools extras
+TEST_STEPS := tensorflow dev-tools
 
 PIP_torch := torch==2.13.0
 PIP_fbgemm := fbgemm-gpu-cpu==1.8.0
 PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
 PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
-PIP_dev-tools := pandas xxhash pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build
+PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build \
+  pandas xxhash httpx tensorboard s3fs moto[server]
 PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis \
-  fastapi uvicorn prometheus-client swagger-ui-bundle httpx tensorboard \
-  fsspec s3fs moto[server]
+  fastapi uvicorn prometheus-client swagger-ui-bundle fsspec
+PIP_docs := mkdocs>=1.6,<2 mkdocs-material>=9.5 mkdocstrings[python]>=0.26
 PIP_tensorflow := tensorflow-cpu==2.21.0 tf_keras==2.21.0
 
 CPP_FILES := $(shell find core bindings -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \) 2>/dev/null)
@@ -55,18 +59,19 @@ endef
 checksum = $(firstword $(shell printf '%s' '$(1)' | cksum))
 stamp = $(VENV)/.done-$(1).$(call checksum,$(PIP_$(1)))
 STAMPS := $(foreach s,$(STEPS),$(call stamp,$(s)))
+TEST_STAMPS := $(foreach s,$(TEST_STEPS),$(call stamp,$(s)))
 PACKAGE := build/.done-package
 # An editable install keeps a list of modules, so it is repeated when one comes or goes.
 MODULES := build/.modules.$(call checksum,$(sort $(shell find src -name '*.py')))
 
-.PHONY: setup demo test lint format docs bench sanitize trust clean help test-cpp test-py
+.PHONY: setup wheel docs demo test lint format bench sanitize trust clean help test-cpp test-py
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 # ------------------------------------------------------------------------------------------------
 
-setup: $(VENV)/.done-redis-server $(VENV)/.done-chromium $(PACKAGE)  ## create .venv with all that is needed and build the package into it
+setup: $(VENV)/.done-redis-server $(VENV)/.done-chromium $(TEST_STAMPS) $(PACKAGE)  ## create .venv with all that is needed and build the package into it
 	@echo "setup: ready ($(VENV))"
 
 $(VENV)/.done-venv:
@@ -78,14 +83,14 @@ $(VENV)/.done-venv:
 	$(call step,virtual environment,[ -x $(BIN)/pip ] || "$(PYTHON)" -m venv $(VENV))
 	@touch $@
 
-# Each step waits for the one before it: .done-venv, then STEPS from left to right.
+# Each step waits for the one before it: .done-venv, then STEPS and TEST_STEPS from left to right.
 define pip_rule
 $(call stamp,$(1)): $(2)
 	$$(call step,$(1),$(BIN)/python -m pip install --no-input $(foreach r,$(PIP_$(1)),'$(r)'))
 	@rm -f $(VENV)/.done-$(1).*; touch $$@
 endef
 previous := $(VENV)/.done-venv
-$(foreach s,$(STEPS),$(eval $(call pip_rule,$(s),$(previous)))$(eval previous := $(call stamp,$(s))))
+$(foreach s,$(STEPS) $(TEST_STEPS),$(eval $(call pip_rule,$(s),$(previous)))$(eval previous := $(call stamp,$(s))))
 
 # Programs that tests start: a server for the Redis store, a browser for pages. Tried, never required.
 define system_program
@@ -114,7 +119,7 @@ $(PACKAGE): $(STAMPS) $(PACKAGE_SOURCES) $(MODULES)
 # ------------------------------------------------------------------------------------------------
 
 # make demo DATA=ratings.csv: a file of MovieLens or Criteo instead of the click stream
-demo: setup  ## train on two ranks, dump, restart, serve; ends with a table and report.html
+demo: $(PACKAGE)  ## train on two ranks, dump, restart, serve; ends with a table and report.html
 	@$(BIN)/python -m examples.demo $(if $(DATA),--data '$(DATA)')
 
 test: setup lint test-cpp test-py  ## everything: lint, C++ tests, Python tests
@@ -140,9 +145,6 @@ lint: setup  ## formatting, lint and types
 	@$(BIN)/mypy --no-error-summary
 	@[ -z "$(CPP_FILES)" ] || $(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@echo "lint: clean"
-
-docs: setup  ## write docs/compatibility.md from the list that the tests walk
-	@$(BIN)/python tests/compatibility/page.py
 
 format: setup  ## rewrite the sources as lint wants them
 	@$(BIN)/ruff check --quiet --fix . || true
@@ -172,6 +174,20 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.same_bits
 	@$(BIN)/python -m trust.faults
 	@$(BIN)/python -m trust.fuzz
+
+wheel:  ## wheels for CPython 3.10 to 3.13 in dist/, each tested without a compiler
+	@.ci/wheels
+
+# Only this step installs what builds the pages.
+DOCS := $(VENV)/.done-docs.$(call checksum,$(PIP_docs))
+$(DOCS): $(previous)
+	$(call step,docs tools,$(BIN)/python -m pip install --no-input $(foreach r,$(PIP_docs),'$(r)'))
+	@rm -f $(VENV)/.done-docs.*; touch $@
+
+docs: setup $(DOCS)  ## the documentation as pages that work offline, in build/site
+	@$(BIN)/python tests/compatibility/page.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "docs: open build/site/index.html"
 
 clean:  ## remove all that was built; .venv stays
 	@rm -rf build dist src/embstore/_core.pyi .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,6 @@ from embstore import (
     serving,
     stores,
 )
-from embstore._core import get_num_threads, isa, set_num_threads
 from embstore.checkpoint import (
     CheckpointError,
     IncrementLog,
@@ -48,6 +47,7 @@ from embstore.rows import Rows, Stats
 from embstore.slot_map import SlotMap
 from embstore.string_ids import ids_from
 from embstore.table import RefusedKeysError, Table
+from embstore.threads import get_num_threads, isa, set_num_threads
 
 if TYPE_CHECKING:
     from embstore import nn

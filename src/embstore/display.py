@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embstore.extras import missing
-from embstore.readable import bytes_text, histogram, score_text, share_text, spark_text
+from embstore.readable import bytes_text, histogram, score_text, share_text, spark_heights, spark_text
 
 if TYPE_CHECKING:
     from embstore.table import Table
 
 SAMPLE_ROWS = 16384  # the first rows of the index: the order of hashes, so as good as random
 SPARK_BINS = 12
+CELL = 'style="padding: 0.1em 0.7em; text-align: left"'
 
 
 def _sampled_scores(table: Table) -> Any:
@@ -66,7 +67,7 @@ def as_html(tables: Iterable[Table], title: str = "") -> str:
     """A row for each table. Plain HTML that takes its colours from the page, light or dark."""
     heads = ("table", "dim", "optimizer", "rows", "at most", "full", "hit rate", "memory", "scores")
     lines = [f"<caption>{escape(title)}</caption>"] if title else []
-    lines.append("<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>")
+    lines.append("<tr>" + "".join(f"<th {CELL}>{head}</th>" for head in heads) + "</tr>")
     for table in tables:
         o, stats = table.options, table.stats()
         cells = (
@@ -79,18 +80,20 @@ def as_html(tables: Iterable[Table], title: str = "") -> str:
             share_text(stats.hit_rate),
             bytes_text(stats.bytes),
         )
-        shown = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        lines.append(f"<tr>{shown}<td>{_bars(histogram(_sampled_scores(table), SPARK_BINS))}</td></tr>")
+        shown = "".join(f"<td {CELL}>{escape(cell)}</td>" for cell in cells)
+        lines.append(
+            f"<tr>{shown}<td {CELL}>{_bars(histogram(_sampled_scores(table), SPARK_BINS))}</td></tr>"
+        )
     return '<table class="embstore">' + "".join(lines) + "</table>"
 
 
 def _bars(ranges: list[tuple[int, int, int]]) -> str:
     if not ranges:
         return "-"
-    most = max(count for _, _, count in ranges)
+    heights = spark_heights([count for _, _, count in ranges])
     rects = []
-    for i, (low, high, count) in enumerate(ranges):
-        height = max(1.0, 20.0 * count / most)
+    for i, ((low, high, count), share) in enumerate(zip(ranges, heights)):
+        height = max(1.0, 20.0 * share)
         text = f"{score_text(low)} to {score_text(high)}: {count:,} rows"
         rects.append(
             f'<rect x="{6 * i}" y="{20 - height:.1f}" width="5" height="{height:.1f}">'

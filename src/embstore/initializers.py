@@ -25,7 +25,16 @@ def _check_finite(initializer: Initializer, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Initializer:
-    """Base of all initializers; use one of the subclasses."""
+    """Base of all initializers; use one of the subclasses.
+
+    A row is a pure function of seed, table name and key: the same on any rank, thread and machine.
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2, initializer=embstore.Constant(0.5))
+        >>> table.find_or_insert([7]).tolist()
+        [[0.5, 0.5]]
+    """
 
     code: ClassVar[int] = -1
 
@@ -72,7 +81,19 @@ def initial_values(
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Every component is `value`."""
+    """Every component is `value`.
+
+    Args:
+        value: any finite number.
+
+    Raises:
+        ValueError: a number is not finite, or out of range.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Constant(0.5).rows([7, -1], dim=2).tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
 
     value: float = 0.0
     code: ClassVar[int] = 0
@@ -86,7 +107,20 @@ class Constant(Initializer):
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Uniform in [lower, upper)."""
+    """Uniform in [lower, upper).
+
+    Args:
+        lower: smallest value.
+        upper: bound that is not reached; at least `lower`.
+
+    Raises:
+        ValueError: a number is not finite, or out of range.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Uniform(0.0, 1.0).rows([7, -1], dim=2).shape
+        (2, 2)
+    """
 
     lower: float = -0.05
     upper: float = 0.05
@@ -103,7 +137,20 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Normal with the given mean and standard deviation."""
+    """Normal with the given mean and standard deviation.
+
+    Args:
+        mean: of the components.
+        std: standard deviation, at least 0.
+
+    Raises:
+        ValueError: a number is not finite, or out of range.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Normal(0.0, 0.01).rows([7, -1], dim=2).shape
+        (2, 2)
+    """
 
     mean: float = 0.0
     std: float = 0.01
@@ -120,7 +167,22 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
-    """Normal, cut at the absolute bounds `lower` and `upper`."""
+    """Normal, cut at the absolute bounds `lower` and `upper`.
+
+    Args:
+        mean: before the cut.
+        std: standard deviation before the cut, above 0.
+        lower: smallest value.
+        upper: largest value; above `lower`.
+
+    Raises:
+        ValueError: a number is not finite, or out of range.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.TruncatedNormal(0.0, 0.01, -0.02, 0.02).rows([7, -1], dim=2).shape
+        (2, 2)
+    """
 
     mean: float = 0.0
     std: float = 0.01
@@ -141,6 +203,12 @@ class TruncatedNormal(Initializer):
 
 @dataclass(frozen=True)
 class Debug(Initializer):
-    """Every component is float(uint64(key) % 100000): shows which row a vector came from."""
+    """Every component is float(uint64(key) % 100000): shows which row a vector came from.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Debug().rows([7, 100003], dim=2).tolist()
+        [[7.0, 7.0], [3.0, 3.0]]
+    """
 
     code: ClassVar[int] = 4

@@ -33,7 +33,15 @@ def _check_betas(betas: Any) -> None:
 
 
 class EpsPlacement(enum.IntEnum):
-    """Where eps enters the denominator: torch and Keras differ, which shows at small gradients."""
+    """Where eps enters the denominator: torch and Keras differ, which shows at small gradients.
+
+    TORCH: sqrt(v) + eps, after the bias correction. KERAS: as Keras has it, before.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Adam(eps_placement=embstore.EpsPlacement.KERAS).eps_placement.name
+        'KERAS'
+    """
 
     TORCH = 0
     KERAS = 1
@@ -43,10 +51,20 @@ class EpsPlacement(enum.IntEnum):
 class Optimizer:
     """Base of all optimizers; use one of the subclasses.
 
-    lr            learning rate; `Table.learning_rate` overrides it from then on
-    weight_decay  coupled as in torch (added to the gradient) unless the class says otherwise
-    clip_value    > 0: each component of a row's summed gradient is clamped to +-clip_value
-    clip_norm     > 0: a row's summed gradient is scaled down to this L2 norm
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch, unless the class says otherwise.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+
+    Raises:
+        TypeError: it is made itself, not one of its subclasses.
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> isinstance(embstore.Adam(lr=0.1), embstore.Optimizer)
+        True
     """
 
     lr: float = 0.01
@@ -100,8 +118,32 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """w -= lr * g; with momentum as in torch.optim.SGD, or with `velocity` as in Keras, where the state
-    is the step itself: v = momentum * v - lr * g; w += v."""
+    """w -= lr * g, with momentum as in torch.optim.SGD.
+
+    With `velocity` as in Keras, where the state is the step itself: v = momentum * v - lr * g; w += v.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        momentum: factor of the state; 0 keeps no state.
+        dampening: of the gradient that enters the momentum.
+        nesterov: Nesterov's momentum.
+        velocity: the state is the step, as in Keras.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.SGD(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.9500
+    """
 
     momentum: float = 0.0
     dampening: float = 0.0
@@ -131,7 +173,29 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
-    """sum += g^2; w -= lr * g / (sqrt(sum) + eps), or / sqrt(sum + eps) as in Keras."""
+    """sum += g^2; w -= lr * g / (sqrt(sum) + eps), or / sqrt(sum + eps) as in Keras.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        eps: keeps the denominator above 0.
+        initial_accumulator_value: what `sum` starts with.
+        eps_placement: inside or outside of the root.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.Adagrad(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.9000
+    """
 
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
@@ -152,15 +216,61 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowwiseAdagrad(Adagrad):
-    """Adagrad with one sum for the row: sum += mean(g^2)."""
+    """Adagrad with one sum for the row: sum += mean(g^2). Its state is one float a row.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        eps: keeps the denominator above 0.
+        initial_accumulator_value: what `sum` starts with.
+        eps_placement: inside or outside of the root.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.RowwiseAdagrad(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.9000
+    """
 
     engine_name: ClassVar[str] = "rowwise_adagrad"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """torch.optim.Adam on the rows that have a gradient. The step t of the bias correction counts
-    the updates of the table. With EpsPlacement.KERAS eps is added before the bias correction."""
+    """torch.optim.Adam on the rows that have a gradient.
+
+    The step t of the bias correction counts the updates of the table.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        betas: decay of the averages of g and of g^2.
+        eps: keeps the denominator above 0.
+        bias_correction: divides the averages by 1 - beta^t.
+        eps_placement: after the bias correction as in torch, or before it as in Keras.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.Adam(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.9000
+    """
 
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
@@ -185,7 +295,30 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay: w -= lr * weight_decay * w beside Adam's own step."""
+    """Adam with decoupled weight decay: w -= lr * weight_decay * w beside Adam's own step.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: decoupled: taken off the row beside the step.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        betas: decay of the averages of g and of g^2.
+        eps: keeps the denominator above 0.
+        bias_correction: divides the averages by 1 - beta^t.
+        eps_placement: as in Adam.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.AdamW(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.8990
+    """
 
     weight_decay: float = 0.01
     decoupled: ClassVar[bool] = True
@@ -193,7 +326,30 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class Adamax(Adam):
-    """torch.optim.Adamax: the second moment is a decayed maximum."""
+    """torch.optim.Adamax: the second moment is a decayed maximum.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        betas: decay of the average of g and of the maximum.
+        eps: keeps the denominator above 0.
+        bias_correction: divides the average by 1 - beta^t.
+        eps_placement: as in Adam.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.Adamax(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.9000
+    """
 
     lr: float = 0.002
     engine_name: ClassVar[str] = "adamax"
@@ -201,7 +357,28 @@ class Adamax(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class Adadelta(Optimizer):
-    """torch.optim.Adadelta."""
+    """torch.optim.Adadelta.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        rho: decay of both averages.
+        eps: keeps the denominator above 0.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.Adadelta(lr=1.0)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.9968
+    """
 
     lr: float = 1.0
     rho: float = 0.9
@@ -218,8 +395,34 @@ class Adadelta(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Ftrl(Optimizer):
-    """FTRL-proximal. With `paper_sign` the accumulator is raised to -lr_power (the paper,
-    TensorFlow); without, to +lr_power as in OneEmbedding. weight_decay is decoupled."""
+    """FTRL-proximal.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: decoupled: taken off the row beside the step.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        lr_power: exponent of the accumulator.
+        initial_accumulator_value: what the accumulator starts with.
+        lambda1: L1 penalty; it makes components exactly 0.
+        lambda2: L2 penalty.
+        beta: added to the root of the accumulator.
+        l2_shrinkage: L2 penalty on the gradient alone.
+        paper_sign: raises the accumulator to -lr_power (the paper, TensorFlow); without, to +lr_power as in
+            OneEmbedding.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.Ftrl(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.3810
+    """
 
     lr_power: float = -0.5
     initial_accumulator_value: float = 0.1
@@ -264,6 +467,26 @@ class SmartDecayAdam(Optimizer):
 
     A row keeps the number of its last step as the bits of an int64 in the last two floats of its state, as
     OneEmbedding does: `states[:, -2:].copy().view(np.int64)`.
+
+    Args:
+        lr: learning rate; `Table.learning_rate` overrides it from then on.
+        weight_decay: added to the gradient, as in torch.
+        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
+        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
+        betas: decay of the averages of g and of g^2.
+        eps: keeps the denominator above 0.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import embstore
+        >>> rule = embstore.SmartDecayAdam(lr=0.1)
+        >>> table = embstore.Table("t", dim=1, initializer=embstore.Constant(1.0), optimizer=rule)
+        >>> vectors = table.find_or_insert([7])
+        >>> table.apply_gradients([7], [[0.5]])
+        >>> print(f"{table.find([7])[0].item():.4f}")
+        0.6838
     """
 
     lr: float = 0.001

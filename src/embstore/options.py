@@ -20,7 +20,18 @@ DEFAULT_MAX_CAPACITY = 1 << 30
 
 
 class ScoreStrategy(enum.IntEnum):
-    """How the score of a key follows its use; the smallest score of a bucket is evicted first."""
+    """How the score of a key follows its use; the smallest score of a bucket is evicted first.
+
+    TIMESTAMP: nanoseconds of the last use. STEP: number of the batch of the last use. CUSTOMIZED: what
+    `table.score = n` said. LFU: occurrences so far. AGED_LFU: occurrences that count half after a half-life.
+    IMPORTANCE: norms of the gradients that the row received. NO_EVICTION: timestamps, and the table grows
+    instead.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Table("user", dim=2, score_strategy="lfu").options.score_strategy.name
+        'LFU'
+    """
 
     TIMESTAMP = 0
     STEP = 1
@@ -38,14 +49,30 @@ class ScoreStrategy(enum.IntEnum):
 
 class Admission(enum.IntEnum):
     """Which new keys get a row in a full table: all of them, or those that are more frequent than the key
-    whose row they take."""
+    whose row they take.
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2, score_strategy="lfu", admission="frequency")
+        >>> table.options.admission.name
+        'FREQUENCY'
+    """
 
     ALL = 0
     FREQUENCY = 1
 
 
 class CheckMode(enum.IntEnum):
-    """What a training forward does when keys were refused (their vectors are 0.0 in any case)."""
+    """What a training forward does when keys were refused (their vectors are 0.0, or those of
+    their shared rows, in any case).
+
+    ERROR raises RefusedKeysError, WARNING warns, IGNORE counts in `Table.stats().refusals`.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Table("user", dim=2, check_mode="warning").options.check_mode.name
+        'WARNING'
+    """
 
     ERROR = 0
     WARNING = 1
@@ -53,7 +80,16 @@ class CheckMode(enum.IntEnum):
 
 
 class EvictionLog(enum.IntEnum):
-    """What is kept of evicted rows until `Table.evictions()` takes it."""
+    """What is kept of evicted rows until `Table.evictions()` takes it: nothing, keys, or whole rows.
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2, max_capacity=128, eviction_log="keys")
+        >>> for batch in range(3):
+        ...     vectors = table.find_or_insert(range(100 * batch, 100 * batch + 100))
+        >>> len(table.evictions()) + len(table)
+        300
+    """
 
     OFF = 0
     KEYS = 1
@@ -61,7 +97,13 @@ class EvictionLog(enum.IntEnum):
 
 
 class DType(enum.IntEnum):
-    """Element type of the embedding; optimizer state is always float32."""
+    """Element type of the embedding; optimizer state is always float32.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.Table("user", dim=2, dtype="bfloat16").options.dtype.name
+        'BFLOAT16'
+    """
 
     FLOAT32 = 0
     FLOAT16 = 1
@@ -123,31 +165,42 @@ _NOT_NAMED = cast(ScoreStrategy, None)
 class TableOptions:
     """Everything that makes a table.
 
-    name                   names the table in messages and dumps, and separates its initial values
-    dim                    components of a vector
-    dtype                  "float32", "float16" or "bfloat16" (or a torch / numpy dtype)
-    optimizer              one of embstore.optimizers
-    initializer            one of embstore.initializers
-    init_capacity          rows to have room for at first
-    max_capacity           rows at most; beyond it the smallest scores go ("no_eviction": the table grows on)
-    bucket_capacity        rows of a bucket, a multiple of 16
-    max_load_factor        the index grows beyond this fraction of its capacity; 0.9 costs least memory
-    score_strategy         "timestamp", "step", "customized", "lfu", "importance", "no_eviction", or
-                           "aged_lfu", which "lfu" means with a half_life or with admission="frequency"
-    half_life              of aged scores, in training batches. 0: max(32768, 2 * max_capacity) ids
-    evict_least_used       evicts the key with the fewest occurrences, whatever its score; takes 4 bytes a row
-    seed                   of the initial values. None: 0 in a Table, drawn from torch's generator in a module
-    check_mode             "error", "warning" or "ignore"
-    eviction_log           "off", "keys" or "rows"
-    eviction_log_capacity  entries of the log; the oldest give way and are counted
-    admission_threshold    a training batch stores a key once it was seen this often (at most 255); until
-                           then its vector is that of its shared row, or its initial value. 0: at once.
-                           Takes 8 bytes a row
-    admission              "all", or with "lfu" and "importance" "frequency": in a full table a key gets a row
-                           only if it was more frequent lately than the key that goes. Takes 16 bytes a row
-    shared_rows            rows that all ids without a row of their own read and train. 0: such ids read 0.0
-    start_from_shared      a new row begins with the vector of its shared row once that is in use, else with
-                           its initial value
+    Args:
+        name: names the table in messages and dumps, and separates its initial values
+        dim: components of a vector
+        dtype: "float32", "float16" or "bfloat16" (or a torch / numpy dtype)
+        optimizer: one of embstore.optimizers
+        initializer: one of embstore.initializers
+        init_capacity: rows to have room for at first
+        max_capacity: rows at most; beyond it the smallest scores go ("no_eviction": the table grows on)
+        bucket_capacity: rows of a bucket, a multiple of 16
+        max_load_factor: the index grows beyond this fraction of its capacity; 0.9 costs least memory
+        score_strategy: "timestamp", "step", "customized", "lfu", "importance", "no_eviction", or
+            "aged_lfu", which "lfu" means with a half_life or with admission="frequency"
+        half_life: of aged scores, in training batches. 0: max(32768, 2 * max_capacity) ids
+        evict_least_used: evicts the key with the fewest occurrences, whatever its score; takes 4 bytes a row
+        seed: of the initial values. None: 0 in a Table, drawn from torch's generator in a module
+        check_mode: "error", "warning" or "ignore"
+        eviction_log: "off", "keys" or "rows"
+        eviction_log_capacity: entries of the log; the oldest give way and are counted
+        admission_threshold: a training batch stores a key once it was seen this often (at most 255); until
+            then its vector is that of its shared row, or its initial value. 0: at once.
+            Takes 8 bytes a row
+        admission: "all", or with "lfu" and "importance" "frequency": in a full table a key gets a row
+            only if it was more frequent lately than the key that goes. Takes 16 bytes a row
+        shared_rows: rows that all ids without a row of their own read and train. 0: such ids read 0.0
+        start_from_shared: a new row begins with the vector of its shared row once that is in use, else with
+            its initial value
+
+    Raises:
+        ValueError: a value is out of range or of another type; the message names it.
+
+    Examples:
+        >>> import embstore
+        >>> options = embstore.TableOptions(name="user", dim=8, max_capacity=1_000_000)
+        >>> table = embstore.Table(options)
+        >>> table.dim, len(table)
+        (8, 0)
     """
 
     name: str

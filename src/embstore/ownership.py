@@ -17,7 +17,16 @@ from embstore.arrays import Array, address, as_keys
 
 
 class Ownership(enum.IntEnum):
-    """How keys are spread over ranks."""
+    """How keys are spread over ranks.
+
+    ROUNDROBIN: uint64(key) % world. HASH_ROUNDROBIN: a mixed hash of the key % world, even for patterned ids.
+    XXH64: xxh64 of the key with seed 1, % world, which is OneEmbedding's rule.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.owner([0, 2, 4], world=2, ownership=embstore.Ownership.ROUNDROBIN).tolist()
+        [0, 0, 0]
+    """
 
     ROUNDROBIN = 0  # uint64(key) % world
     HASH_ROUNDROBIN = 1  # a mixed hash of the key % world: even for patterned ids
@@ -47,7 +56,25 @@ def engine_ownership(ownership: AnyOwnership) -> tuple[int, int]:
 
 
 def owner(keys: object, world: int, ownership: AnyOwnership = Ownership.ROUNDROBIN) -> Array:
-    """The rank of each key, int64, in the shape of the keys."""
+    """The rank that keeps each key.
+
+    Args:
+        keys: integers in an array, a tensor or a sequence.
+        world: number of ranks, at least 1.
+        ownership: the rule.
+
+    Returns:
+        int64 ranks in the shape and kind of the keys.
+
+    Raises:
+        TypeError: keys are no integers.
+        ValueError: `world` is below 1.
+
+    Examples:
+        >>> import embstore
+        >>> embstore.owner([7, -1, 12, 3], world=2).tolist()
+        [1, 1, 0, 1]
+    """
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise ValueError(f"world should be an integer of at least 1 but is: {world!r}")
     k = as_keys(keys)

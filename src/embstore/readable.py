@@ -3,11 +3,12 @@
 bytes_text(123456789)               "117.7 MiB"
 time_text(1_763_357_891 * 10**9)    "2025-11-17 05:38:11"       a score of nanoseconds
 float_text(0.123456789)             "0.1235"
-spark_text([0, 1, 4, 8])            "▁▂▅█"
+spark_text([0, 1, 4, 8])            "▁▄▇█"
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -52,10 +53,15 @@ def score_text(score: int, fine: bool = False) -> str:
     return time_text(score, fine) if score in TIMES else str(score)
 
 
+def spark_heights(counts: Sequence[int]) -> list[float]:
+    """From 0 (none) to 1 (the largest count), logarithmic: uses of keys differ by powers of ten."""
+    most = max(counts, default=0)
+    return [math.log1p(count) / math.log1p(most) if count else 0.0 for count in counts]
+
+
 def spark_text(counts: Sequence[int]) -> str:
     """A bar for each count; the lowest only for 0."""
-    most = max(counts, default=0)
-    return "".join(BARS[-(-7 * count // most)] if most else BARS[0] for count in counts)
+    return "".join(BARS[math.ceil(7 * height)] for height in spark_heights(counts))
 
 
 def histogram(scores: Any, bins: int = 8) -> list[tuple[int, int, int]]:

@@ -11,8 +11,24 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows in plain arrays: keys (n), values (n, dim), states (n, state width), scores (n). `uses` (n) is how
-    often each key was used; None where the table does not count that beside the scores."""
+    """Rows in plain arrays; row i of each belongs to key i.
+
+    Args:
+        keys: int64 (n).
+        values: float32 (n, dim).
+        states: float32 (n, state width), the optimizer state.
+        scores: uint64 (n).
+        uses: uint32 (n), how often each key was used; None where the table does not count that beside the
+            scores.
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2, optimizer=embstore.Adam())
+        >>> table.insert_or_assign([7], [[1.0, 2.0]])
+        >>> rows = table.rows()
+        >>> rows.keys.tolist(), rows.values.tolist(), rows.states.shape
+        ([7], [[1.0, 2.0]], (1, 4))
+    """
 
     keys: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
@@ -46,6 +62,15 @@ class Stats:
     inserts counts the rows that took a slot, fetches those of them that came from the store below, and
     write_backs the rows that went down to it. dropped_gradients counts rows that were evicted although a
     live batch had them, because no other row could go: the gradients of that batch skip them.
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2)
+        >>> for _ in range(2):
+        ...     vectors = table.find_or_insert([1, 2, 3])
+        >>> stats = table.stats()
+        >>> stats.size, stats.inserts, stats.hits, stats.hit_rate
+        (3, 3, 3, 0.5)
     """
 
     size: int

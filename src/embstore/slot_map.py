@@ -20,14 +20,24 @@ Pairs = npt.NDArray[np.int64]  # (n, 2): key, slot
 class SlotMap:
     """Slots 0 .. `slots` - 1 for any int64 keys, the lowest free one first.
 
-    >>> window = SlotMap(3)
-    >>> batch = window.find([40, -7, 40, 99], time=0)
-    >>> window.admit().tolist()
-    [[40, 0], [-7, 1], [99, 2]]
-    >>> batch.tolist()
-    [0, 1, 0, 2]
-
     Not thread-safe. Maps that see the same calls are the same, on any machine.
+
+    Args:
+        slots: how many there are.
+        min_used_freq_power: smoothing of the use counts that choose victims.
+
+    Raises:
+        ValueError: a number is out of range, or `time` goes backward (in `find`).
+        RuntimeError: `admit` without a batch of `find`.
+
+    Examples:
+        >>> import embstore
+        >>> window = embstore.SlotMap(3)
+        >>> batch = window.find([40, -7, 40, 99], time=0)
+        >>> window.admit().tolist()
+        [[40, 0], [-7, 1], [99, 2]]
+        >>> batch.tolist()
+        [0, 1, 0, 2]
     """
 
     def __init__(self, slots: int, min_used_freq_power: int = 5) -> None:

@@ -36,7 +36,7 @@ def seed_of(field: str | None = None, salt: int = 0) -> int:
         TypeError: `field` is not a string.
         ValueError: `salt` is out of range.
 
-    Example:
+    Examples:
         >>> from embstore.string_ids import seed_of
         >>> seed_of("user") == seed_of("item")
         False
@@ -73,7 +73,7 @@ def ids_from(strings: Any, field: str | None = None, *, salt: int = 0, null: int
         TypeError: `strings` is no column of strings, or holds something else.
         ValueError: a string is null and `null` is not given, or is no valid Unicode.
 
-    Example:
+    Examples:
         >>> import embstore
         >>> embstore.ids_from(["alice", "bob", "alice"], field="user")
         array([4591311096377449260,   -8379787684626074, 4591311096377449260])

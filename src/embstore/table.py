@@ -43,18 +43,49 @@ if TYPE_CHECKING:
 
 
 class RefusedKeysError(RuntimeError):
-    """Keys found no place because their buckets are full of keys of the same batch."""
+    """Keys found no place because their buckets are full of keys of the same batch (check_mode="error").
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2, max_capacity=128, check_mode="error")
+        >>> try:
+        ...     vectors = table.find_or_insert(range(1000))
+        ... except embstore.RefusedKeysError as error:
+        ...     print("a larger max_capacity" in str(error))
+        True
+    """
 
 
 class Table(TableViews):
     """A named set of rows with one dimension, optimizer, initializer and score strategy.
 
-    Takes a `TableOptions`, or a name and the fields of `TableOptions` as keywords. Keys are integers in
-    numpy arrays, torch tensors or sequences; answers come in the kind (and on the device) of the keys.
-    A table may be read by several threads while one writes.
+    Keys are integers in numpy arrays, torch tensors or sequences; answers come in the kind (and on the
+    device) of the keys. A table may be read by several threads while one writes.
 
     Over a `store` (see embstore.stores) it is a write-back cache: max_capacity is then the budget of the
     cache, and `len` counts the rows in memory.
+
+    Args:
+        options: a `TableOptions`, or the name of the table.
+        store: what keeps the rows that are not in memory.
+        **keywords: the fields of `TableOptions`, such as dim and optimizer.
+
+    Raises:
+        ValueError: an option is out of range; the message names it.
+        TypeError: keys of a call are no integers.
+        RuntimeError: the table is closed.
+        MemoryError: the machine has no room for the next growth.
+
+    Examples:
+        >>> import embstore
+        >>> start, rule = embstore.Constant(1.0), embstore.SGD(lr=0.5)
+        >>> table = embstore.Table("user", dim=2, initializer=start, optimizer=rule)
+        >>> table.find_or_insert([7, -1, 7]).tolist()
+        [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+        >>> table.apply_gradients([7, 7], [[1, 0], [1, 0]])  # duplicates are summed first
+        >>> values, found = table.find([7, 5])
+        >>> values.tolist(), found.tolist()
+        ([[0.0, 1.0], [0.0, 0.0]], [True, False])
     """
 
     def __init__(

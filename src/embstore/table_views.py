@@ -47,7 +47,7 @@ class TableViews:
         Raises:
             ImportError: pyarrow is missing (pip install 'embstore[files]').
 
-        Example:
+        Examples:
             >>> import embstore
             >>> table = embstore.Table("user", dim=2)
             >>> table.insert_or_assign([7, -1], [[1, 2], [3, 4]])
@@ -70,7 +70,7 @@ class TableViews:
         Raises:
             ImportError: pandas is missing (pip install 'embstore[pandas]').
 
-        Example:
+        Examples:
             >>> import embstore
             >>> table = embstore.Table("user", dim=2)
             >>> table.insert_or_assign([7, -1], [[1, 2], [3, 4]])
@@ -90,7 +90,7 @@ class TableViews:
         Raises:
             ImportError: matplotlib is missing (pip install 'embstore[plot]').
 
-        Example:
+        Examples:
             >>> import embstore
             >>> table = embstore.Table("user", dim=2)
             >>> table.find_or_insert([1, 2, 3]).shape

@@ -109,7 +109,7 @@ def test_numbers_are_short():
     assert [float_text(x) for x in (0.0, 1 / 3, 1e-9, 123456.0)] == ["0", "0.3333", "1e-09", "1.235e+05"]
     assert score_text(7) == "7" and score_text(2**64 - 1) == str(2**64 - 1)
     assert score_text(1_763_357_891 * 10**9) == "2025-11-17 05:38:11"
-    assert spark_text([0, 1, 4, 8]) == "▁▂▅█" and spark_text([]) == "" and spark_text([0]) == "▁"
+    assert spark_text([0, 1, 4, 8]) == "▁▄▇█" and spark_text([]) == "" and spark_text([0]) == "▁"
     scores = np.array([0, 2**64 - 1, 5], np.uint64)
     ranges = histogram(scores, 3)
     assert [count for _, _, count in ranges] == [2, 0, 1] and ranges[-1][1] == 2**64 - 1

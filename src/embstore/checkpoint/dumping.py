@@ -178,18 +178,38 @@ def dump(
 ) -> DumpHandle | None:
     """Writes tables to a folder: {path}/{collection}/{table}_keys, _values and so on.
 
-    Called on all ranks of `group` (a torch process group; None is the default one, or this process
-    alone), each with its own tables. With optim, optimizer states are written too. The folder appears
-    when it is complete; on failure every rank raises and nothing is left. A folder that has files is
-    refused unless `overwrite`, which swaps it in one step.
+    Called on all ranks of `group`, each with its own tables. The folder appears when it is complete; on
+    failure every rank raises and nothing is left.
 
-    With async_, returns a `DumpHandle` at once: training may go on, and what is written are the rows,
-    states and scores at the call. An earlier dump in the background is waited for; if it failed and nobody
-    has been told, this call raises CheckpointError before it begins.
+    Args:
+        path: folder to write.
+        tables: tables by collection and name: {"model": {"user": table}}.
+        optim: with optimizer states.
+        group: a torch process group; None is the default one, or this process alone.
+        ownership: how keys are spread over ranks: one rule, or one for each table.
+        layout: "v1a", one set of files a table, or "v2", one for each rank.
+        async_: returns at once; training may go on, and what is written are the rows, states and scores at
+            the call. An earlier dump in the background is waited for.
+        overwrite: swaps a folder that has files in one step.
+        progress: True for a bar of tqdm on rank 0, or a function of (bytes done, bytes in all).
+        counts: for tables that have a counter of keys without a row, these keys and how often each was seen.
 
-    counts: for tables that have a counter of keys without a row, these keys and how often each was seen.
+    Returns:
+        A `DumpHandle` with async_, whose `wait` raises what went wrong; else None.
 
-        embstore.dump("/data/monday", {"model": {"user": table}}, optim=True)
+    Raises:
+        ValueError: an argument is wrong, or ranks disagree about the tables.
+        FileExistsError: the folder has files and `overwrite` is False.
+        CheckpointError: an earlier dump in the background failed and nobody has been told.
+
+    Examples:
+        >>> import embstore, tempfile
+        >>> table = embstore.Table("user", dim=2)
+        >>> vectors = table.find_or_insert([7, -1])
+        >>> folder = tempfile.mkdtemp() + "/monday"
+        >>> embstore.dump(folder, {"model": {"user": table}}, optim=True)
+        >>> embstore.open_dump(folder)["model"]["user"].rows
+        2
     """
     if layout not in WRITTEN:
         raise ValueError(f"layout should be one of {', '.join(WRITTEN)} but is: {layout!r}")

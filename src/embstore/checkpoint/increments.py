@@ -54,7 +54,29 @@ class _Attempt:
 
 
 class IncrementLog:
-    """A log in a folder. `applied` is the number that this process's tables are at, -1 for none."""
+    """A base dump and the increments after it, in a folder: how servers follow a trainer.
+
+    `applied` is the number that this process's tables are at, -1 for none.
+
+    Args:
+        path: folder of the log; `IncrementLog.create` makes a new one.
+
+    Raises:
+        CheckpointError: an entry is damaged, missing or of another log (in its methods).
+        FileExistsError: `create` finds a log.
+
+    Examples:
+        >>> import embstore, tempfile
+        >>> trained = {"model": {"user": embstore.Table("user", dim=2)}}
+        >>> folder = tempfile.mkdtemp() + "/log"
+        >>> log = embstore.IncrementLog.create(folder, trained)
+        >>> vectors = trained["model"]["user"].find_or_insert([7])
+        >>> log.append(trained)
+        1
+        >>> served = {"model": {"user": embstore.Table("user", dim=2)}}
+        >>> embstore.IncrementLog(folder).load(served), list(served["model"]["user"])
+        (1, [7])
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -51,18 +51,36 @@ def load(
     """Reads tables from a dump: rows of keys that are there are replaced, others are added.
 
     Called on all ranks of `group`, each with its own tables; a row goes to the rank that owns its key,
-    whatever the world size of the dump. With optim, optimizer states, step, learning rate and seed are
-    read too, so that training continues as if it had not stopped; without, states start fresh. The dtype of
-    the table may be another than that of the dump. Where the score strategies differ, scores start fresh.
+    whatever the world size of the dump. The dtype of the table may be another than that of the dump. Where
+    the score strategies differ, scores start fresh. Warns with the number of rows that found no room.
 
-    allow_missing          a table of which the dump has no file stays as it is, with a warning
-    allow_other_optimizer  states of another optimizer than the table's start fresh, with a warning
-    counts                 for each table that has a counter of keys without a row: takes what the dump has
+    Args:
+        path: folder of a dump.
+        tables: tables by collection and name: {"model": {"user": table}}.
+        optim: with optimizer states, step, learning rate and seed, so that training continues as if it had
+            not stopped; without, states start fresh.
+        group: a torch process group; None is the default one, or this process alone.
+        ownership: how keys are spread over ranks: one rule, or one for each table.
+        check: compares checksums.
+        allow_missing: a table of which the dump has no file stays as it is, with a warning.
+        allow_other_optimizer: states of another optimizer than the table's start fresh, with a warning.
+        counts: for each table that has a counter of keys without a row: takes what the dump has.
+        progress: True for a bar of tqdm on rank 0, or a function of (rows done, rows in all).
 
-    Raises CheckpointError, before any row changes, when the dump is damaged or does not fit. Warns with the
-    number of rows that found no room.
+    Raises:
+        CheckpointError: the dump is damaged or does not fit; no row has changed.
+        FileNotFoundError: `path` is no folder.
 
-        embstore.load("/data/monday", {"model": {"user": table}}, optim=True)
+    Examples:
+        >>> import embstore, tempfile
+        >>> table = embstore.Table("user", dim=2)
+        >>> vectors = table.find_or_insert([7, -1])
+        >>> folder = tempfile.mkdtemp() + "/monday"
+        >>> embstore.dump(folder, {"model": {"user": table}}, optim=True)
+        >>> again = embstore.Table("user", dim=2)
+        >>> embstore.load(folder, {"model": {"user": again}}, optim=True)
+        >>> sorted(again)
+        [-1, 7]
     """
     ranks = ranks_of(group, "load()")
     matches: list[Match] = []

@@ -360,6 +360,25 @@ def verify(
 def open_dump(path: str | os.PathLike[str]) -> Dump:
     """Opens a dump of any layout for reading, without building tables.
 
-    `path` is the folder that was given to `dump`, or the folder of one collection in it.
+    Args:
+        path: the folder that was given to `dump`, or the folder of one collection in it.
+
+    Returns:
+        A mapping: `open_dump(path)[collection][table]` has keys, values, scores, `find` and `to_arrow`.
+
+    Raises:
+        FileNotFoundError: `path` is no folder.
+        NotADumpError: the folder holds something else.
+        CheckpointError: the dump is damaged or incomplete.
+
+    Examples:
+        >>> import embstore, tempfile
+        >>> folder = tempfile.mkdtemp() + "/monday"
+        >>> table = embstore.Table("user", dim=2)
+        >>> table.insert_or_assign([7], [[1.0, 2.0]])
+        >>> embstore.dump(folder, {"model": {"user": table}})
+        >>> vectors, found = embstore.open_dump(folder)["model"]["user"].find([7, 5])
+        >>> vectors.tolist(), found.tolist()
+        ([[1.0, 2.0], [0.0, 0.0]], [True, False])
     """
     return Dump(Path(path))

@@ -29,7 +29,7 @@ def merge(log: PathLike, target: PathLike, *, progress: Wanted = False) -> None:
         CheckpointError: an entry is damaged or missing.
         FileExistsError: `target` has files.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> folder = tempfile.mkdtemp()
         >>> tables = {"model": {"user": embstore.Table("user", dim=2)}}
@@ -57,7 +57,7 @@ def reshard(path: PathLike, target: PathLike, world: int, *, progress: Wanted = 
         CheckpointError: the dump is damaged, or `path` is not a dump.
         FileExistsError: `target` has files.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> folder = tempfile.mkdtemp()
         >>> embstore.dump(f"{folder}/one", {"model": {"user": embstore.Table("user", dim=2)}})
@@ -103,7 +103,7 @@ def convert(
         CheckpointError: what should be read is damaged, or is not a dump.
         FileExistsError: `target` has files.
 
-    Example:
+    Examples:
         >>> import embstore, tempfile
         >>> folder = tempfile.mkdtemp()
         >>> embstore.dump(f"{folder}/dump", {"model": {"user": embstore.Table("user", dim=2)}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +26,17 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Answers lookups over HTTP until SIGINT or SIGTERM; follows a log as it grows."""
-    with refusals(as_json):
+    with refusals(as_json), ExitStack() as opening:
         from embstore.serving import server
 
         as_integer(port, 1, 65535, "--port")
         as_integer(workers, 1, 1024, "--workers")
         token = None if token_file is None else str(token_file)
 
+        opening.enter_context(working("opening"))
+
         def listen() -> None:
+            opening.close()
             _require_free(host, port)
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             started = {"path": str(path), "url": url, "workers": workers, "dtype": dtype}

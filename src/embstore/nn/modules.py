@@ -128,7 +128,29 @@ class _SingleTable(TableModule):
 class Embedding(_SingleTable):
     """Vectors of ids: the output has the shape of the ids with `dim` behind it.
 
-    Takes the fields of `TableOptions` as keywords, or a `table` that exists already.
+    Args:
+        dim: components of a vector.
+        name: of the table.
+        table: a `Table` that exists already; then without `dim` and options.
+        update_in_backward: False keeps gradients until `step`.
+        max_norm: as clip_grad_norm_ over the rows of this module.
+        device_rows: above 0, this many rows are kept on the device of the module.
+        process_group: spreads the rows over the ranks of this group, which all call forward and backward
+            together; gradients are averaged over the ranks.
+        sharded: the same over the default group.
+        **options: the fields of `TableOptions`, such as optimizer and max_capacity.
+
+    Raises:
+        ValueError: an option is out of range, or neither `dim` nor `table` is given.
+        TypeError: ids are no integers (in forward).
+
+    Examples:
+        >>> import embstore, torch
+        >>> embedding = embstore.Embedding(dim=4, optimizer=embstore.Adagrad(lr=0.1), max_capacity=1_000_000)
+        >>> vectors = embedding(torch.tensor([[7, -1], [7, 2**62]]))
+        >>> vectors.shape, len(embedding.table)
+        (torch.Size([2, 2, 4]), 3)
+        >>> vectors.sum().backward()  # the three rows have moved
     """
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -140,7 +162,24 @@ class Embedding(_SingleTable):
 
 
 class EmbeddingBag(_SingleTable):
-    """Sums or means of the vectors of bags of ids, as `torch.nn.EmbeddingBag`."""
+    """Sums or means of the vectors of bags of ids, as `torch.nn.EmbeddingBag`.
+
+    Args:
+        dim: components of a vector.
+        mode: "sum" or "mean".
+        include_last_offset: offsets end with the number of ids.
+        **keywords: what `Embedding` takes.
+
+    Raises:
+        ValueError: `mode` is another, or an option is out of range.
+        TypeError: ids are no integers (in forward).
+
+    Examples:
+        >>> import embstore, torch
+        >>> bag = embstore.EmbeddingBag(dim=4, mode="mean")
+        >>> bag(torch.tensor([7, -1, 12]), offsets=torch.tensor([0, 2])).shape
+        torch.Size([2, 4])
+    """
 
     def __init__(
         self,
@@ -236,7 +275,25 @@ class TableCollection(TableModule):
 class EmbeddingCollection(TableCollection):
     """Vectors of the ids of several features in one call.
 
-    collection({"user": ids, "item": more_ids})["user"]      # ids.shape + (dim,)
+    Args:
+        tables: `TableOptions`, or tables that exist already.
+        features: the table that each feature looks up; None: a feature of the same name for each table.
+        update_in_backward: as in `Embedding`.
+        max_norm: as in `Embedding`.
+        device_rows: as in `Embedding`.
+        process_group: as in `Embedding`.
+        sharded: as in `Embedding`.
+
+    Raises:
+        ValueError: two tables have one name, or a feature names no table.
+
+    Examples:
+        >>> import embstore, torch
+        >>> tables = [embstore.TableOptions(name="user", dim=4), embstore.TableOptions(name="item", dim=8)]
+        >>> collection = embstore.EmbeddingCollection(tables, {"user": "user", "clicked": "item"})
+        >>> vectors = collection({"user": torch.tensor([1]), "clicked": torch.tensor([5, 6])})
+        >>> vectors["clicked"].shape
+        torch.Size([2, 8])
     """
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -258,7 +315,20 @@ class EmbeddingCollection(TableCollection):
 class EmbeddingBagCollection(TableCollection):
     """Pooled vectors of several features in one call.
 
-    collection({"user": (ids, offsets), "item": (ids, offsets, weights)})["user"]   # (bags, dim)
+    Args:
+        tables: `TableOptions`, or tables that exist already.
+        features: the table that each feature looks up; None: a feature of the same name for each table.
+        mode: "sum" or "mean".
+        **keywords: update_in_backward, max_norm, device_rows, process_group and sharded, as in `Embedding`.
+
+    Raises:
+        ValueError: `mode` is another, two tables have one name, or a feature names no table.
+
+    Examples:
+        >>> import embstore, torch
+        >>> collection = embstore.EmbeddingBagCollection([embstore.TableOptions(name="user", dim=4)])
+        >>> collection({"user": (torch.tensor([1, 2, 3]), torch.tensor([0, 2]))})["user"].shape
+        torch.Size([2, 4])
     """
 
     def __init__(
