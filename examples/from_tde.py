@@ -72,9 +72,9 @@ def main() -> None:
             vectors = model(batch)
             if epoch == 0 and not losses:
                 print(f"first vectors, as the server had them: mean {vectors.mean().item():.4f}")
-            loss = (vectors - 1).square().mean()
+            loss = (vectors - 1).square().sum()
             loss.backward()  # the rows move in here
-            losses.append(loss.item())
+            losses.append(loss.item() / vectors.numel())
         print(f"epoch {epoch}: loss {np.mean(losses):.4f}")
     tde.save(model)
     dist.destroy_process_group()
