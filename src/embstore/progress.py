@@ -47,6 +47,8 @@ class Bar:
         if self._bar.total != total:
             self._bar.reset(total)
         self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.refresh()  # it may come too soon after the last drawing
 
     def close(self) -> None:
         self._bar.close()

@@ -418,12 +418,13 @@ def test_completion_is_offered_for_the_shell() -> None:
     assert "--install-completion" in text and "--show-completion" in text
 
 
-def test_a_terminal_sees_progress_of_slow_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from embstore.cli import app as shared
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+
+def test_a_terminal_sees_progress_of_slow_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    from embstore.cli import app as shared
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -433,3 +434,20 @@ def test_a_terminal_sees_progress_of_slow_work(tmp_path: Path, monkeypatch: pyte
             report(done, 100)
             time.sleep(0.11)
     assert "verifying" in screen.getvalue() and "50 %" in screen.getvalue()
+
+
+def test_a_terminal_sees_work_that_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    from embstore.cli import app as shared
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(shared, "PATIENCE_SECONDS", 0.05)
+    with shared.Bars("converting") as report:
+        report(100, 100)  # all is written before the bar is there
+        time.sleep(0.3)
+    assert "100 %" in screen.getvalue()
+    screen.seek(0)
+    screen.truncate()
+    with shared.Bars("converting") as report:
+        report(100, 100)  # quick work shows nothing
+    assert screen.getvalue() == ""

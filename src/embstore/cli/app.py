@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,7 +25,7 @@ import embstore
 from embstore.checkpoint.errors import CheckpointError, NotADumpError
 from embstore.cli import WRONG_USE, missing_extra
 from embstore.formats.columns import Columns
-from embstore.progress import Progress, bar
+from embstore.progress import Bar, Progress, bar
 
 app = typer.Typer(no_args_is_help=True, help="Look into dumps; check, rewrite and serve them.")
 errors = Console(stderr=True)
@@ -179,18 +179,34 @@ def working(what: str) -> Iterator[None]:
 
 
 class Bars:
-    """A progress function whose bar shows on a terminal once a work has taken a second."""
+    """A progress function whose bar shows on a terminal once a work has taken a second, also while the work
+    has nothing to report, such as when it waits for the disk."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._bar: Any = None
+        self._bar: Bar | None = None
+        self._last = (0, 0)
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
 
     def __enter__(self) -> Progress:
-        options = {"delay": PATIENCE_SECONDS, "disable": None, "leave": False, "ncols": width()}
+        self._timer.start()
+        return self._report
+
+    def _show(self) -> None:
         layout = "{desc}: {percentage:3.0f} %|{bar}| {elapsed}, {remaining} left"
-        self._bar = bar(self._what, "B", bar_format=layout, **options)
-        report: Progress = self._bar.report
-        return report
+        with self._lock:
+            self._bar = bar(self._what, "B", bar_format=layout, disable=None, leave=False, ncols=width())
+            self._bar.report(*self._last)
+
+    def _report(self, done: int, total: int) -> None:
+        with self._lock:
+            self._last = (done, total)
+            if self._bar is not None:
+                self._bar.report(done, total)
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self._timer.cancel()
+        self._timer.join()
+        if self._bar is not None:
+            self._bar.close()
