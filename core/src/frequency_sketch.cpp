@@ -42,14 +42,15 @@ double FrequencySketch::Add(int64_t key, double amount, int64_t half_life) {
   int smallest = 0;
   for (int i = 0; i < kEntries; ++i) {
     if (bucket.tags[i] == tag && bucket.sums[i] != 0) {
-      bucket.sums[i] = Narrow(Widen(bucket.sums[i]) + static_cast<float>(amount));
-      return Widen(bucket.sums[i]);
+      const double sum = Widen(bucket.sums[i]) + amount;
+      bucket.sums[i] = Narrow(static_cast<float>(sum));
+      return sum;
     }
     if (bucket.sums[i] < bucket.sums[smallest]) smallest = i;
   }
   bucket.tags[smallest] = tag;
   bucket.sums[smallest] = Narrow(static_cast<float>(amount));
-  return Widen(bucket.sums[smallest]);
+  return amount;
 }
 
 double FrequencySketch::Take(int64_t key, int64_t half_life) {

@@ -21,7 +21,9 @@ constexpr double kLeastImportance = 1e-12;
 BatchScore ScoreClock::Next(int64_t keys) {
   if (ages()) {
     const bool counts = strategy_ == ScoreStrategy::kAgedLfu;
-    const uint64_t score = AgedScore(counts ? 1.0 : kLeastImportance, half_life_);
+    // An occurrence counts 1 + f of a half-life that has passed by the part f: straight lines
+    // through 2^h, so that of two keys that came once the later one counts more.
+    const uint64_t score = counts ? Peek() : AgedScore(kLeastImportance, half_life_);
     ticks_ += age_.in_batches ? 1 : keys;
     half_life_ += ticks_ / age_.length;
     ticks_ %= age_.length;

@@ -48,12 +48,15 @@ uint64_t Table::SumOfScores(uint64_t a, uint64_t b) const {
 void Table::AddToScore(int64_t key, double amount) {
   const Slot slot = index_->Find(key);
   if (slot == kNoSlot || !(amount > 0.0) || std::isinf(amount)) return;
-  RenewScore(index_->view().score(slot), ScoreUpdate::kAge, AgedScore(amount, clock_.half_life()));
+  const int64_t now = clock_.half_life();
+  const double weight = AgedAmount(clock_.Peek(), now);
+  RenewScore(index_->view().score(slot), ScoreUpdate::kAge, AgedScore(weight * amount, now));
 }
 
 void Table::AddToSketch(int64_t key, double amount) {
   if (!sketch_ || !(amount > 0.0) || std::isinf(amount) || index_->Find(key) != kNoSlot) return;
-  sketch_->Add(key, amount, clock_.half_life());
+  const int64_t now = clock_.half_life();
+  sketch_->Add(key, AgedAmount(clock_.Peek(), now) * amount, now);
 }
 
 FrequencySketch Table::EmptySketch() const {

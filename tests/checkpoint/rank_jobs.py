@@ -203,7 +203,7 @@ def fail_in_a_log(path: str, call: str, failing: int) -> tuple[str, str]:
     train(tables, 0, 2)
     log = None if call == "create" else embstore.IncrementLog.create(path, tables, ownership=OWNERSHIP)
     train(tables, 2, 1)
-    broken = {"create": "track_changes", "append": "take_changes", "load": "exchange"}[call]
+    broken = {"create": "track_changes", "append": "take_all_changes", "load": "exchange"}[call]
 
     def fail(*arguments: Any) -> None:
         raise OSError(5, "the store of this rank is gone")

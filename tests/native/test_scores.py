@@ -76,16 +76,17 @@ def aged(amount, half_life=0):
 
 
 class AgedLfu(Lfu):
-    def after(self, table, keys):
-        counts = Counter(keys)
-        for key, count in counts.items():
-            before = self.counts.get(key, 0)
-            self.counts[key] = before + count
-            self.scores[key] = aged(before + count)
+    """Nothing ages in so few batches, but an occurrence counts a little more than one before it."""
 
     def __init__(self):
         super().__init__()
-        self.counts = {}
+        self.counts, self.ids = {}, 0
+
+    def after(self, table, keys):
+        for key, count in Counter(keys).items():
+            self.counts[key] = self.counts.get(key, 0) + count * (1 + self.ids / 32768)
+            self.scores[key] = aged(self.counts[key])
+        self.ids += len(keys)
 
 
 class Importance(Model):
@@ -193,13 +194,14 @@ def test_a_customized_score_is_needed_before_training_and_not_for_reading():
 
 
 def test_an_occurrence_counts_half_after_a_half_life():
-    table = small_table(score_strategy="lfu", half_life=3)
+    table = small_table(score_strategy="lfu", half_life=4)
     assert table.options.score_strategy == ScoreStrategy.AGED_LFU
-    for batch in range(7):
+    for batch in range(9):
         table.find_or_insert([1, 1] if batch == 0 else [2])
-    assert table.read([1, 2]).scores.tolist() == [aged(2.0), aged(2 + 3 * 2 + 4)]
-    assert table.score >> 40 == (1 << 20) + 2  # two half-lives and a third
-    other = small_table(score_strategy="lfu", half_life=3)
+    weights = [1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4]  # twice as much after four batches
+    assert table.read([1, 2]).scores.tolist() == [aged(2.0), aged(sum(weights))]
+    assert table.score == aged(1.25, half_life=2)  # two half-lives and a quarter
+    other = small_table(score_strategy="lfu", half_life=4)
     other.score = table.score
     assert other.score == table.score
 
@@ -207,13 +209,13 @@ def test_an_occurrence_counts_half_after_a_half_life():
 def test_scores_by_importance_are_sums_of_norms_of_gradients():
     table = small_table(score_strategy="importance", optimizer=embstore.SGD(lr=0.0))
     rng, expected = np.random.default_rng(0), dict.fromkeys(range(5), 0.0)
-    for _ in range(6):
-        keys = rng.integers(0, 5, 9)
+    for batch in range(6):
+        keys, weight = rng.integers(0, 5, 9), 1 + 9 * (batch + 1) / 32768
         gradients = rng.standard_normal((9, 4)).astype(np.float32)
         table.find_or_insert(keys)
         table.apply_gradients(keys, gradients)
         for key in set(keys.tolist()):
-            expected[key] += np.linalg.norm(gradients[keys == key].sum(0))
+            expected[key] += weight * np.linalg.norm(gradients[keys == key].sum(0))
     scores = table.read(list(expected)).scores.tolist()
     amounts = [(1 + (s % 2**40) / 2**40) * 2.0 ** ((s >> 40) - (1 << 20)) for s in scores]
     np.testing.assert_allclose(amounts, list(expected.values()), rtol=1e-6)
