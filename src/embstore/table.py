@@ -68,6 +68,7 @@ class Table(TableViews):
     Args:
         options: a `TableOptions`, or the name of the table.
         store: what keeps the rows that are not in memory.
+        shared_by: how ids and their shared rows are given to ranks, where a table is spread over several.
         **keywords: the fields of `TableOptions`, such as dim and optimizer.
 
     Raises:
