@@ -82,6 +82,13 @@ def test_counts_of_occurrences_reach_scores_and_admission() -> None:
     )
 
 
+def test_a_frozen_table_makes_rows_that_never_move() -> None:
+    module = Tables([options()], learning_rate=0.0)
+    for _ in range(3):
+        train(module, 7, -1)
+    assert _rows(module).keys.tolist() == [-1, 7] and (_rows(module).values == 0.25).all()
+
+
 # ---- files and rows
 
 
