@@ -9,7 +9,6 @@ replaces the old one in a single assignment, so lookups take no lock and never s
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -24,16 +23,16 @@ import numpy as np
 
 from embstore.arrays import Array, address, as_floats, as_keys, empty_floats
 from embstore.checkpoint.errors import CheckpointError
+from embstore.checkpoint.host_cache import cache_folder
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.reading import Dump, open_dump
-from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote
+from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote, key_of, local_copy
 from embstore.checkpoint.writing import removed_file
 from embstore.options import as_enum
 from embstore.serving.bases import (
     RowDType,
     Tables,
     cached_base,
-    default_cache,
     drop_cached,
     increment_parts,
     is_base,
@@ -152,16 +151,16 @@ class Reader:
             raise ValueError(f"missing should be 'zero' or 'initial' but is: {missing!r}")
         self._dtype = as_enum(RowDType, "dtype", dtype)
         self._missing = missing
-        self._cache = default_cache() if cache is None else Path(cache)
+        self._cache = cache_folder("serving") if cache is None else Path(cache)
         self._mirror: Mirror | None = None
-        self.path = self._local_copy(str(path), options) if is_remote(path) else Path(path)
+        self.path = Path(path)
         self._log: IncrementLog | None = None
         self._seen: tuple[int, int] | None = None
         self._following = threading.Lock()  # one follower at a time; lookups do not take it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.error: Exception | None = None
-        self._state = self._open()
+        self._state = self._open_remote(str(path), options) if is_remote(path) else self._open()
 
     # ---- lookups
 
@@ -246,19 +245,17 @@ class Reader:
 
     # ---- states
 
-    def _local_copy(self, url: str, options: dict[str, Any]) -> Path:
-        """Where the files of a remote dump, base or log are; a log is kept up to date by `follow`."""
+    def _open_remote(self, url: str, options: dict[str, Any]) -> State:
+        """Copies the files of a remote dump, base or log first; a log is kept up to date by `follow`."""
         remote = RemoteFolder(url, **options)
         published = remote.current()
-        if published is None:
-            name = hashlib.sha256(url.encode()).hexdigest()[:16]
-            self._mirror = Mirror(url, self._cache / f"log-{name}", **options)
-            self._mirror.pull()
-            return self._mirror.log.path
-        local = self._cache / f"remote-{published['folder']}"
-        if not local.is_dir():
-            remote.download(local)
-        return local
+        if published is not None:
+            with local_copy(remote, published, self._cache) as self.path:
+                return self._open()
+        self._mirror = Mirror(url, self._cache / f"log-{key_of(url)}", **options)
+        self.path = self._mirror.path
+        self._mirror.pull()
+        return self._open()
 
     def _open(self) -> State:
         if is_base(self.path):
