@@ -9,7 +9,6 @@ replaces the old one in a single assignment, so lookups take no lock and never s
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -41,8 +40,7 @@ from embstore.serving.bases import (
     shared_of,
     with_shared,
 )
-
-logger = logging.getLogger("embstore.serving")
+from embstore.serving.watching import Watch
 
 
 @dataclass(frozen=True)
@@ -202,18 +200,25 @@ class Reader:
                 self._seen = None
                 raise CheckpointError(f"{self.path}: {error}") from error
 
-    def start(self, interval_seconds: float = 0.1) -> None:
+    def start(self, interval_seconds: float = 0.1, *, warn_age_seconds: float | None = None) -> None:
         """Follows the log in a background thread, looking for news this often.
 
-        A failure is logged once, kept in `error`, and tried again; `error` is None when all is well.
+        A failure is kept in `error` and tried again; `error` is None when all is well. The logger
+        "embstore.serving" says when the reader is stuck, again every minute, when increments come faster than
+        they can be applied, and, with warn_age_seconds, when the served state is older than that.
         """
         if not interval_seconds > 0:
             raise ValueError(f"interval_seconds should be above 0 but is: {interval_seconds!r}")
+        if warn_age_seconds is not None and not warn_age_seconds > 0:
+            raise ValueError(f"warn_age_seconds should be above 0 but is: {warn_age_seconds!r}")
         if self._thread is not None:
             raise RuntimeError("the reader follows its log already")
         self._stop.clear()
         self._thread = threading.Thread(
-            target=self._run, args=(interval_seconds,), name="embstore-reader", daemon=True
+            target=self._run,
+            args=(interval_seconds, Watch(warn_age_seconds)),
+            name="embstore-reader",
+            daemon=True,
         )
         self._thread.start()
 
@@ -230,18 +235,17 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, interval_seconds: float) -> None:
+    def _run(self, interval_seconds: float, watch: Watch) -> None:
         while not self._stop.wait(interval_seconds):
             try:
-                self.follow()
+                news = self.follow()
             except Exception as error:
-                if str(error) != str(self.error):
-                    logger.error("stays at state %d: %s", self._state.number, error)
+                watch.failed(self._state.number, error)
                 self.error = error
             else:
-                if self.error is not None:
-                    logger.info("follows again, at state %d", self._state.number)
                 self.error = None
+                watch.followed(self._state.number, len(news))
+            watch.look_at_age(self._state.number, self.age_seconds)
 
     # ---- states
 
