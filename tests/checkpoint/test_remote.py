@@ -311,3 +311,32 @@ def test_what_nobody_has_opened_for_long_is_swept(tmp_path):
     assert not old.exists() and len([path for path in cache.iterdir() if path.is_dir()]) == 1
     assert first.find("user", KEYS)[1].all()  # mapped files stay
     assert Reader(tmp_path / "old", cache=cache).find("user", KEYS)[1].all()
+
+
+def test_commands_take_urls(tmp_path, host):
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from embstore.cli.commands import app
+
+    def run(*arguments):
+        return CliRunner().invoke(app, arguments)
+
+    user = trained()
+    tables = {"m": {"user": user}}
+    dump, log = f"file://{tmp_path}/d", f"file://{tmp_path}/log"
+    embstore.dump(dump, tables)
+    writer = embstore.IncrementLog.create(log, tables)
+    user.erase([7])
+    writer.append(tables)
+    assert '"rows": 323' in run("inspect", dump, "--json").stdout
+    assert run("verify", log).exit_code == 0
+    assert run("get", dump, "7").exit_code == 0
+    assert run("get", log, "7").exit_code == 1  # erased
+    assert run("inspect", "memory://nothing").exit_code == 2
+    (victim,) = (tmp_path / "d").glob("*/m/user_values")
+    victim.write_bytes(b"short")
+    import shutil
+
+    shutil.rmtree(host)  # a new host
+    assert run("inspect", dump).exit_code == 3

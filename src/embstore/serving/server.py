@@ -218,7 +218,7 @@ def create_app(reader: Reader, options: ServerOptions | None = None) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reader.start()
+        reader.start(warn_age_seconds=options.max_age_seconds or None)
         yield
         reader.close()
 
