@@ -53,7 +53,8 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes, Of of)
       throw InvalidState("changes of table '" + table_->options_.name +
                          "' should be tracked but are not");
     }
-    auto next = std::make_unique<ChangeSet>(table_->row_capacity_);  // may throw: first
+    auto next = std::make_unique<ChangeSet>(std::move(table_->spare_marks_),
+                                            table_->row_capacity_);  // may throw: first
     marks_ = table_->changes_->TakeMarks();
     below_ = table_->changes_->TakeRemoved();
     table_->changes_ = std::move(next);
@@ -68,7 +69,23 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes, Of of)
   older_ = std::exchange(table_->snapshot_, this);
 }
 
-Snapshot::~Snapshot() { Detach(); }
+Snapshot::~Snapshot() {
+  Detach();
+  if (of_ != Of::kChanges || getpid() != process_) return;
+  // Whoever takes the next changes finds marks whose pages are there.
+  constexpr size_t kPiece = 4096;
+  for (size_t begin = 0; begin < marks_.size(); begin += kPiece) {
+    std::byte* const piece = marks_.data() + begin;
+    const size_t n = std::min(kPiece, marks_.size() - begin);
+    if (std::any_of(piece, piece + n, [](std::byte mark) { return mark != std::byte{0}; })) {
+      std::memset(piece, 0, n);
+    }
+  }
+  std::unique_lock guard(table_->lock_);
+  if (table_->changes_ && table_->spare_marks_.size() < marks_.size()) {
+    std::swap(table_->spare_marks_, marks_);
+  }
+}
 
 void Snapshot::Detach() {
   std::unique_lock guard(table_->lock_);

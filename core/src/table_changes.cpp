@@ -1,4 +1,5 @@
 // The watchers of a table: snapshots, which keep rows as they were, and tracked changes.
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -9,8 +10,10 @@
 
 namespace embstore {
 
-ChangeSet::ChangeSet(int64_t rows)
-    : marks_(static_cast<size_t>(rows)), removed_(std::make_unique<KeyList>()) {}
+ChangeSet::ChangeSet(HugeBuffer marks, int64_t rows)
+    : marks_(std::move(marks)), removed_(std::make_unique<KeyList>()) {
+  marks_.Grow(static_cast<size_t>(rows));
+}
 
 ChangeSet::~ChangeSet() = default;
 
@@ -48,7 +51,14 @@ void Table::AfterInsert(Row row) {
 void Table::TrackChanges(bool on) {
   std::unique_lock guard(lock_);
   RequireOpen();
-  changes_ = on ? std::make_unique<ChangeSet>(row_capacity_) : nullptr;
+  changes_.reset();
+  spare_marks_ = HugeBuffer();
+  if (!on) return;
+  HugeBuffer marks(static_cast<size_t>(row_capacity_));
+  spare_marks_ = HugeBuffer(static_cast<size_t>(row_capacity_));
+  // Pages are zeroed when they are first touched, which should not be in a training step.
+  for (HugeBuffer* of : {&marks, &spare_marks_}) std::memset(of->data(), 0, of->size());
+  changes_ = std::make_unique<ChangeSet>(std::move(marks), row_capacity_);
 }
 
 }  // namespace embstore

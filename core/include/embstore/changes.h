@@ -24,7 +24,8 @@ class KeyList;
 
 class ChangeSet {
  public:
-  explicit ChangeSet(int64_t rows);
+  // Takes over `marks`, which are all 0, for so many rows.
+  ChangeSet(HugeBuffer marks, int64_t rows);
   ~ChangeSet();
 
   void Mark(Row row) { Store(row, 1); }

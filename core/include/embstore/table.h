@@ -378,6 +378,7 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends
   std::unique_ptr<ChangeSet> changes_;
+  HugeBuffer spare_marks_;  // for the next set of changes: all 0, and its pages are there
 
   PinnedRows pins_;
   LowerTier below_;
