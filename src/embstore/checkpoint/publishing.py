@@ -7,6 +7,8 @@
 A thread on every rank meets those of the others every few milliseconds, over connections of their own. When
 an append is due they agree on a step that no rank has reached; a rank that passes it before it hears of it
 says so, and all try again. So the rows are those of one step on all ranks, and no training step waits.
+
+A failure is raised at an agreed step too; there a rank waits until it knows that all others raise with it.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class _Report:
     is_due: bool  # counts on rank 0
     is_closing: bool
     armed: str  # "", "waits", "took" or "missed" the agreed step
+    raising: str  # "", "waits" for or "missed" the step at which all are to raise, or that is "certain"
     failure: Any  # describe() of what went wrong on this rank alone since the last meeting
     is_leaving: bool  # after an exception of the program: nobody can go on
 
@@ -76,16 +79,18 @@ class Publisher:
         log.place(ranks)  # raises when the tables are not those of the log
         self._ranks = ranks.background("publisher")
 
-        self._lock = threading.Lock()  # for what `step` and the thread both use, held for a swap at most
+        self._lock = threading.Condition()  # for what `step` and the thread both use, held for a swap at most
         self._step = 0
         self._agreed = -1  # the step to take changes at; -1: none
         self._attempt: Attempt | None = None  # taken at that step
         self._failure: BaseException | None = None  # of this rank alone, to be told at the next meeting
-        self._error: BaseException | None = None  # of all ranks, to be raised from _raise_at on
-        self._raise_at = 0
+        self._pending: list[BaseException] = []  # failures of all ranks that have no step yet
+        self._error: BaseException | None = None  # to be raised at that step, once that is certain
+        self._raise_at, self._is_certain = -1, False
         self._is_closing = self._is_leaving = False
         self._wake = threading.Event()
         self._pace: Pace | None = None  # of the last append
+        self._proposed = self._has_missed = False  # a step to raise at, of which not all ranks know yet
 
         self._ahead = 1
         self._last_step, self._last_time = 0, time.monotonic()
@@ -106,9 +111,12 @@ class Publisher:
             self._step += 1
             if self._step == self._agreed:
                 self._take()
-            is_due = self._error is not None and self._step >= self._raise_at
-        if is_due:
-            self._raise_error()
+            while self._error is not None and self._step >= self._raise_at and not self._is_certain:
+                self._wake.set()
+                self._lock.wait()
+            if self._error is None or self._step < self._raise_at:
+                return
+        self._raise_error()
 
     def _take(self) -> None:
         from embstore.checkpoint.increments import Attempt
@@ -124,7 +132,8 @@ class Publisher:
         self._wake.set()
 
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
+        with self._lock:
+            error, self._error, self._is_certain = self._error, None, False
         assert error is not None
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"appending to {self._log.path} in the background failed: {reason}") from error
@@ -168,9 +177,13 @@ class Publisher:
                 self._wake.wait(POLL_SECONDS)
                 self._wake.clear()
         except BaseException as error:  # ranks that are gone: nothing more can be agreed on
-            self._raise_at, self._error = 0, error
+            self._pending.append(error)
         finally:
             with self._lock:
+                if self._error is None and self._pending:
+                    self._error = self._pending[0]
+                self._raise_at, self._is_certain = 0, self._error is not None
+                self._lock.notify_all()
                 self._agreed = -1
                 if self._attempt is not None:
                     self._attempt.restore()
@@ -192,7 +205,10 @@ class Publisher:
             failure, self._failure = self._failure, None
             told = None if failure is None else describe(failure)
             closing = self._is_closing and not (self._compaction and self._compaction.is_running)
-            return _Report(self._step, self._is_due(), closing, armed, told, self._is_leaving)
+            raising = "" if self._error is None else "certain"
+            if self._proposed:
+                raising = "missed" if self._has_missed else "waits"
+            return _Report(self._step, self._is_due(), closing, armed, raising, told, self._is_leaving)
 
     def _is_due(self) -> bool:
         if self._steps is not None and self._step + self._ahead >= self._last_step + self._steps:
@@ -206,13 +222,14 @@ class Publisher:
         newest = max(report.step for report in reports)
         for rank, report in enumerate(reports):
             if report.failure is not None:
-                self._fail(reconstruct(report.failure, rank), newest)
+                self._fail(reconstruct(report.failure, rank))
         if any(report.is_leaving for report in reports):
             return False
+        self._schedule(newest, [report.raising for report in reports])
         armed = [report.armed for report in reports]
         if armed[0]:
             if all(of == "took" for of in armed):
-                self._write(newest)
+                self._write()
             elif "missed" in armed:
                 self._ahead = min(2 * self._ahead, MOST_STEPS_AHEAD)
                 self._disarm()
@@ -234,7 +251,20 @@ class Publisher:
         if attempt is not None:
             attempt.restore()
 
-    def _write(self, newest: int) -> None:
+    def _schedule(self, newest: int, raising: list[str]) -> None:
+        """Finds a step at which all ranks can raise what is pending."""
+        with self._lock:
+            if self._proposed and "missed" not in raising:
+                self._proposed, self._is_certain = False, True
+                self._pending.pop(0)
+            elif self._proposed or (self._pending and not any(raising)):
+                self._ahead = min(2 * self._ahead, MOST_STEPS_AHEAD) if self._proposed else self._ahead
+                self._proposed, self._error = True, self._pending[0]
+                self._raise_at = newest + self._ahead
+                self._has_missed = self._step >= self._raise_at
+            self._lock.notify_all()
+
+    def _write(self) -> None:
         with self._lock:
             attempt, self._attempt = self._attempt, None
             self._last_step, self._agreed = self._agreed, -1
@@ -248,18 +278,16 @@ class Publisher:
             self._log.publish(attempt, self._log.place(self._ranks), self._ranks, between_blocks=self._pace)
         except Exception as error:
             self._log.settle(self._ranks)
-            self._fail(error, newest)
+            self._fail(error)
             return
         if self._compaction is not None and self._ranks.rank == 0:
             self._compaction.consider()
 
-    def _fail(self, error: BaseException, newest: int) -> None:
-        """Lets `step` raise, at one step on all ranks unless one is beyond it already."""
+    def _fail(self, error: BaseException) -> None:
         if self._ranks.rank == 0:
             logger.error("appending to %s in the background failed: %s", self._log.path, error)
-        with self._lock:
-            if self._error is None:
-                self._raise_at, self._error = newest + self._ahead, error
+        if len(self._pending) < 2:  # one that is being scheduled, and what came since
+            self._pending.append(error)
 
 
 class _Compaction:

@@ -187,7 +187,8 @@ def local_copy(
     entry = cache / f"{prefix}{document['folder']}"
     host_cache.sweep(cache)
     while True:
-        with host_cache.locked(entry):
+        # Whoever sweeps the entry may remove the lock under which another process downloads it.
+        with host_cache.locked(entry), contextlib.suppress(FileExistsError):
             if not entry.is_dir():
                 remote.download(entry, document)
         with host_cache.locked(entry, shared=True):
