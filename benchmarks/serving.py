@@ -1,10 +1,14 @@
 """What serving costs: lookups beside a trainer that publishes, readers that share memory, the HTTP server.
 
-serve-lookup    1,000 ids x dim 64 in one thread while increments arrive: median against 50 us, p99
-                against 200 us; zipf(1.05) ids, and uniform ones for information
+serve-lookup    1,000 ids x dim 64 in one thread while increments arrive from another process: median against
+                50 us, p99 against 200 us; zipf(1.05) ids, and uniform ones for information
 serve-redis     the same lookups against MGET of Redis over loopback, the same rows as strings
 serve-fresh     1M changed rows of dim 32: from the call of append until another process answers with them,
                 against 1 s
+serve-append-hold  1M changed rows of dim 32 appended in the background: the longest a training step is held,
+                against 5 ms: the longest step beside appends less the longest without, and the longest call
+                of step()
+serve-metrics   a training step with tables watched and a step timer, against one without; wanted above 0.99
 serve-open      a dump of 5 GB, page cache warm: from nothing to the first lookup, against 1 s; the first time
                 on a host, when the index is built, and later
 serve-memory    private memory of 4 readers and the shared pages once, against one reader; wanted below 1.1
@@ -18,9 +22,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from embstore.serving.wire import pack_request
 from .ids import scatter, zipf_rows
 from .parameter_server import server as redis_server
 from .registry import Row, Run, register
+from .timing import Side, interleave, set_threads
 
 IDS, DIM = 1000, 64
 
@@ -62,27 +66,38 @@ def microseconds(reader: Reader, batches: np.ndarray) -> np.ndarray:
     return np.array(times) * 1e6
 
 
+TRAINER = """
+import sys, time
+import numpy as np
+import embstore
+from benchmarks.ids import scatter
+from benchmarks.serving import DIM, filled
+rows = int(sys.argv[2])
+embstore.set_num_threads(1)
+table, rng = filled(rows), np.random.default_rng(4)
+tables = {"m": {"user": table}}
+log = embstore.IncrementLog.create(sys.argv[1], tables)
+print("ready", flush=True)
+while True:
+    time.sleep(0.2)
+    keys = scatter(rng.integers(0, rows, 20_000)).numpy()
+    table.apply_gradients(keys, np.ones((len(keys), DIM), np.float32))
+    if log.append(tables) % 40 == 0:
+        log.compact()
+"""
+
+
 @register("serve-lookup")
 def lookup(run: Run) -> Iterator[Row]:
     rows = min(run.sizes.rows, 2_000_000)
     rng = np.random.default_rng(1)
     with folder() as path:
-        table = filled(rows)
-        tables = {"m": {"user": table}}
-        log = embstore.IncrementLog.create(path / "log", tables)
-        done = threading.Event()
-
-        def train() -> None:
-            while not done.wait(0.2):
-                keys = scatter(rng.integers(0, rows, 20_000)).numpy()
-                table.apply_gradients(keys, np.ones((len(keys), DIM), np.float32))
-                log.append(tables)
-
+        command = [sys.executable, "-c", TRAINER, str(path / "log"), str(rows)]
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
         embstore.set_num_threads(1)
         with Reader(path / "log", cache=path / "cache") as reader:
             reader.start()
-            trainer = threading.Thread(target=train)
-            trainer.start()
             count = 10 * IDS if run.sizes.rows < 10**6 else 4000 * IDS
             for name, drawn in (
                 ("zipf", zipf_rows(rows, count, rng)),
@@ -94,8 +109,9 @@ def lookup(run: Run) -> Iterator[Row]:
                     found = float(np.percentile(times, share))
                     work = f"1,000 ids x dim 64, {name}, increments arriving, p{share}"
                     yield Row(work, f"{limit:g} us", 1, limit / found, wanted, None, f"{found:.0f} us")
-            done.set()
-            trainer.join()
+            assert reader.error is None and reader.state.number > 0
+        trainer.kill()
+        trainer.communicate()
 
 
 @register("serve-redis")
@@ -166,6 +182,97 @@ def fresh(run: Run) -> Iterator[Row]:
         found = float(np.median(times))
         work = f"{changed:,} changed rows visible in another process"
         yield Row(work, "1 s", 2, 1 / found, 1.0, None, f"{found:.2f} s from the call of append")
+
+
+@register("serve-append-hold")
+def append_hold(run: Run) -> Iterator[Row]:
+    changed, batch = (10_000, 4096) if run.sizes.rows < 10**6 else (1_000_000, 16_384)
+    rng = np.random.default_rng(6)
+    embstore.set_num_threads(1)
+    with folder() as path:
+        table = filled(2 * changed, 32)
+        tables = {"m": {"user": table}}
+        log = embstore.IncrementLog.create(path / "log", tables, optim=False)
+        gradients = np.ones((batch, 32), np.float32)
+        # All of them change between two appends, and many change again while they are being written.
+        batches = [scatter(rng.permutation(changed)[:batch]).numpy() for _ in range(64)]
+        touched = scatter(np.arange(changed)).numpy()
+
+        def step(number: int) -> float:
+            begin = time.perf_counter()
+            keys = batches[number % 64]
+            table.find_or_insert(keys)
+            table.apply_gradients(keys, gradients)
+            return time.perf_counter() - begin
+
+        def steps(count: int, after: Callable[[], float]) -> tuple[np.ndarray, np.ndarray]:
+            times, calls = [], []
+            for number in range(count):
+                times.append(step(number))
+                calls.append(after())
+            return np.array(times), np.array(calls)
+
+        steps(64, lambda: 0.0)
+        alone, _ = steps(400, lambda: 0.0)
+        beside, calls = [], []
+        with log.append_every(tables, steps=1) as publisher:
+
+            def publish() -> float:
+                begin = time.perf_counter()
+                publisher.step()
+                return time.perf_counter() - begin
+
+            for _ in range(4):
+                before = log.applied
+                for begin in range(0, changed, batch):
+                    keys = touched[begin : begin + batch]
+                    table.apply_gradients(keys, gradients[: len(keys)])
+                while log.applied <= before + 1:
+                    times, of = steps(10, publish)
+                    beside.append(times)
+                    calls.append(of)
+        times, called = np.concatenate(beside) * 1e3, np.concatenate(calls) * 1e3
+        alone *= 1e3
+        held = max(float(times.max() - alone.max()), float(called.max()), 1e-3)
+        detail = (
+            f"held {held:.2f} ms: longest step {times.max():.1f} ms, p50 {np.median(times):.1f}; "
+            f"alone {alone.max():.1f} ms, p50 {np.median(alone):.1f}; longest call of step() "
+            f"{called.max():.2f} ms; {len(times)} steps, {log.applied} increments"
+        )
+        yield Row(f"a step of {batch:,} ids beside appends of {changed:,} rows", "5 ms", 1, 5 / held, 1.0,
+                  None, detail)  # fmt: skip
+
+
+@register("serve-metrics")
+def metrics_cost(run: Run) -> Iterator[Row]:
+    import prometheus_client
+
+    rows, batch = min(run.sizes.rows, 1_000_000), 16_384
+    rng = np.random.default_rng(7)
+    registry = prometheus_client.CollectorRegistry()
+    tables = [filled(rows, 32), filled(rows, 32)]
+    embstore.metrics.watch({"user": tables[1]}, registry)
+    timer = embstore.metrics.StepTimer(registry)
+    batches = [scatter(zipf_rows(rows, batch, rng)).numpy() for _ in range(16)]
+    gradients = np.ones((batch, 32), np.float32)
+
+    def train(table: embstore.Table, number: int) -> None:
+        table.find_or_insert(batches[number % 16])
+        table.apply_gradients(batches[number % 16], gradients)
+
+    def watched(number: int) -> None:
+        with timer:
+            train(tables[1], number)
+        if number % 200 == 0:  # somebody asks, far more often than every 15 seconds
+            prometheus_client.generate_latest(registry)
+
+    plain = Side(lambda number: train(tables[0], number))
+    for count in run.threads:
+        set_threads(count)
+        without, with_ = interleave([plain, Side(watched)], run.sizes.rounds, 1, settle_seconds=0.0)
+        detail = f"{with_ * 1e3:.3f} ms against {without * 1e3:.3f} ms"
+        yield Row(f"a step of {batch:,} ids, watched", "the same, not watched", count, without / with_, 0.99,
+                  None, detail)  # fmt: skip
 
 
 @register("serve-open")

@@ -78,8 +78,10 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
 
 // Its destructor waits for the table's lock, whose holder may need the GIL.
 struct PySnapshot {
-  explicit PySnapshot(std::shared_ptr<Table> table)
-      : snapshot(std::make_unique<Snapshot>(std::move(table))) {}
+  PySnapshot(std::shared_ptr<Table> table, bool changes)
+      : snapshot(
+            std::make_unique<Snapshot>(std::move(table), Snapshot::kMemoryBytes,
+                                       changes ? Snapshot::Of::kChanges : Snapshot::Of::kTable)) {}
   ~PySnapshot() {
     nb::gil_scoped_release unlocked;
     snapshot.reset();
@@ -262,25 +264,6 @@ void BindTable(nb::module_& m) {
              return ToArrays(std::move(block), table.dim(), table.state_width());
            })
       .def("track_changes", &Table::TrackChanges, Unlocked(), "on"_a)
-      .def("take_changes",
-           [](Table& table, bool with_states) {
-             Table::Changes changes;
-             {
-               nb::gil_scoped_release unlocked;
-               changes = table.TakeChanges(with_states);
-             }
-             const auto n = changes.removed.size();
-             return nb::make_tuple(
-                 ToArrays(std::move(changes.rows), table.dim(), table.state_width()),
-                 ToNumpy(std::move(changes.removed), n),
-                 ToArrays(std::move(changes.shared), table.dim(), table.state_width()));
-           })
-      .def(
-          "restore_changes",
-          [](Table& table, uintptr_t changed, int64_t n, uintptr_t removed, int64_t m) {
-            table.RestoreChanges(Keys(changed, n), Keys(removed, m));
-          },
-          Unlocked())
       .def("shared_rows",
            [](const Table& table) {
              RowBlock block;
@@ -353,7 +336,7 @@ void BindTable(nb::module_& m) {
 
   nb::class_<PySnapshot>(m, "Snapshot",
                          "A consistent view of a table at one moment, read while it is trained.")
-      .def(nb::init<std::shared_ptr<Table>>(), Unlocked(), "table"_a)
+      .def(nb::init<std::shared_ptr<Table>, bool>(), Unlocked(), "table"_a, "changes"_a = false)
       .def_prop_ro(
           "rows", [](PySnapshot& self) { return self.snapshot->rows(); }, Unlocked())
       .def_prop_ro("shared",
@@ -362,6 +345,24 @@ void BindTable(nb::module_& m) {
                      return ToArrays(RowBlock(self.snapshot->shared()), table.dim(),
                                      table.state_width());
                    })
+      .def(
+          "removed",
+          [](PySnapshot& self) {
+            std::vector<int64_t> keys;
+            {
+              nb::gil_scoped_release unlocked;
+              keys = self.snapshot->removed();
+            }
+            const auto n = keys.size();
+            return ToNumpy(std::move(keys), n);
+          },
+          "Of changes: the keys that were gone, sorted.")
+      .def(
+          "detach", [](PySnapshot& self) { self.snapshot->Detach(); }, Unlocked(),
+          "Ends reading, and lets go of the table.")
+      .def(
+          "restore", [](PySnapshot& self) { self.snapshot->Restore(); }, Unlocked(),
+          "Puts back the changes that it took.")
       .def(
           "read",
           [](PySnapshot& self, int64_t max_rows, uintptr_t keys, uintptr_t values, uintptr_t states,

@@ -17,7 +17,8 @@ namespace {
 
 // Small enough that the blocks being filled, one for each lock, stay within the limit.
 int64_t RowsPerBlock(int64_t bytes_a_row, int64_t memory_bytes, int64_t shards) {
-  constexpr int64_t kSmallest = int64_t{64} << 10, kLargest = int64_t{2} << 20;
+  // Not on huge pages: a training step pays for the zeroing of those it touches first.
+  constexpr int64_t kSmallest = int64_t{64} << 10, kLargest = int64_t{256} << 10;
   const int64_t bytes = std::clamp(memory_bytes / (4 * shards), kSmallest, kLargest);
   return std::max<int64_t>(16, bytes / bytes_a_row);
 }

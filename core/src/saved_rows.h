@@ -1,6 +1,6 @@
 // SavedRows: copies of rows that writers save until a reader takes them.
 //
-// The copies are in blocks of 2 MiB at most. Blocks beyond a memory limit go to a temporary file
+// The copies are in blocks of 256 KiB at most. Blocks beyond a memory limit go to a temporary file
 // (in TMPDIR, else /tmp), which has no name and disappears with this object; its space is reused.
 //
 // Thread safety: all methods may be called by any thread.

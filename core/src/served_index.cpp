@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "embstore/checksum.h"
-#include "embstore/hash.h"
 #include "embstore/served_table.h"
 #include "file_io.h"
 
@@ -33,17 +32,19 @@ int64_t LinesFor(int64_t entries) { return entries / (ServedIndex::Line::kEntrie
 
 }  // namespace
 
-ServedIndex::ServedIndex(int64_t entries, uint64_t secret)
+ServedIndex::ServedIndex(int64_t entries, uint64_t secret, bool filtered)
     : secret_(secret),
       lines_count_(LinesFor(entries)),
       owned_(static_cast<size_t>(lines_count_) * sizeof(Line)),
+      filter_(filtered ? std::bit_ceil(static_cast<size_t>(entries) / 8 + 1) : 0),
       lines_(reinterpret_cast<const Line*>(owned_.data())) {}
 
 ServedIndex::ServedIndex(const ServedIndex& other, int64_t entries)
-    : ServedIndex(std::max(entries, other.size()), other.secret_) {
+    : ServedIndex(std::max(entries, other.size()), other.secret_, !other.filter_.empty()) {
   if (lines_count_ <= other.lines_count_) {  // most increments: copy the lines as they are
     *this = ServedIndex(other.lines_count_ * (Line::kEntries - 1) - 1, other.secret_);
     std::memcpy(owned_.data(), other.lines_, other.bytes());
+    filter_ = other.filter_;
     size_ = other.size_;
     return;
   }
@@ -73,13 +74,11 @@ ServedIndex::ServedIndex(const std::string& path, int64_t entries, uint32_t keys
   if (Crc32(0, lines_, bytes()) != header.lines_crc) refuse("is damaged: its checksum is wrong");
 }
 
-uint64_t ServedIndex::Hash(int64_t key) const {
-  return HashKey(static_cast<int64_t>(static_cast<uint64_t>(key) ^ secret_));
-}
-
 std::optional<uint32_t> ServedIndex::Put(int64_t key, uint32_t row) {
   auto* lines = reinterpret_cast<Line*>(owned_.data());
-  for (int64_t at = HomeOf(key) - lines_;;) {
+  const uint64_t hash = Hash(key);
+  if (!filter_.empty()) filter_[FilterWord(hash)] |= FilterBits(hash);
+  for (int64_t at = LineOf(hash) - lines_;;) {
     Line& line = lines[at];
     for (int i = 0; i < line.count; ++i) {
       if (line.keys[i] == key) return std::exchange(line.rows[i], row);

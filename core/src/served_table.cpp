@@ -13,8 +13,8 @@
 namespace embstore {
 namespace {
 
-constexpr int64_t kAhead = 12;          // keys between two steps of a lookup
-constexpr int64_t kRing = 32;           // at least 2 * kAhead + 1
+constexpr int64_t kBlock = 16;          // keys between two steps of a lookup
+constexpr int64_t kAhead = 12;          // keys between two steps of an insertion
 constexpr int64_t kFetchedBytes = 512;  // of a row; the hardware prefetches the rest
 constexpr int64_t kKeysPerTask = 4096;
 constexpr int64_t kRowsPerTask = 1 << 14;
@@ -116,8 +116,9 @@ std::shared_ptr<const ServedTable> ServedTable::With(std::span<const int64_t> re
   for (const ServedRows& part : parts) coming += part.n;
   if (coming == 0) return next;
   const int64_t known = overlay_ ? overlay_->size() : 0;
-  auto overlay = overlay_ ? std::make_shared<ServedIndex>(*overlay_, known + coming)
-                          : std::make_shared<ServedIndex>(coming, base_->secret());
+  auto overlay = overlay_
+                     ? std::make_shared<ServedIndex>(*overlay_, known + coming)
+                     : std::make_shared<ServedIndex>(coming, base_->secret(), /*filtered=*/true);
   const auto put = [&](int64_t key, uint32_t row) {
     const std::optional<uint32_t> before = overlay->Put(key, row);
     const bool was_there = before ? *before != ServedIndex::kRemoved : base_->Find(key) != nullptr;
@@ -160,7 +161,8 @@ std::shared_ptr<const ServedTable> ServedTable::WithShared(int64_t rows, Ownersh
 }
 
 size_t ServedTable::private_bytes() const {
-  return pages_.size() * sizeof(Page) + (overlay_ ? overlay_->bytes() : 0);
+  return pages_.size() * sizeof(Page) +
+         (overlay_ ? overlay_->bytes() + overlay_->filter_bytes() : 0);
 }
 
 void ServedTable::Decode(const std::byte* row, float* out) const {
@@ -200,40 +202,59 @@ void ServedTable::ReadMissing(int64_t key, float* out) const {
   initializer_->FillRounded(key, options_.table_dtype, {out, static_cast<size_t>(dim)});
 }
 
-// A pipeline of three steps, kAhead keys apart, so that memory loads overlap: prefetch the lines of
-// the index; find the row and prefetch it; copy it.
+// A pipeline of three steps, a block of keys apart, so that memory loads overlap: prefetch the
+// lines of the index; find the rows and prefetch them; copy them.
 void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
                             uint8_t* found) const {
-  const ServedIndex::Line *home[kRing], *above[kRing];
-  const std::byte* rows[kRing];
-  const ServedIndex* overlay = overlay_.get();
-  const int64_t fetched_bytes =
-      std::min(ServedRowBytes(options_.dim, options_.dtype), kFetchedBytes);
-  for (int64_t step = 0; step < n + 2 * kAhead; ++step) {
-    if (step < n) {
-      const int64_t key = keys[step];
-      const int64_t at = step % kRing;
-      __builtin_prefetch(home[at] = base_->HomeOf(key));
-      if (overlay) __builtin_prefetch(above[at] = overlay->HomeOf(key));
-    }
-    if (const int64_t i = step - kAhead; i >= 0 && i < n) {
-      const int64_t at = i % kRing;
-      const uint32_t* row = overlay ? overlay->Find(keys[i], above[at]) : nullptr;
-      if (!row) row = base_->Find(keys[i], home[at]);
-      rows[at] = row && *row != ServedIndex::kRemoved ? RowAt(*row) : nullptr;
-      if (rows[at]) {
-        for (int64_t b = 0; b < fetched_bytes; b += 64) __builtin_prefetch(rows[at] + b);
+  struct Block {
+    const ServedIndex::Line *home[kBlock], *above[kBlock];
+    const std::byte* rows[kBlock];
+  } ring[4];
+  const ServedIndex *base = base_.get(), *overlay = overlay_.get();
+  const int64_t row_bytes = ServedRowBytes(options_.dim, options_.dtype);
+  const int64_t fetched_bytes = std::min(row_bytes, kFetchedBytes);
+  const bool plain = options_.dtype == ServedDType::kFloat32;
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  const auto end = [&](int64_t block) { return std::min(kBlock, n - block * kBlock); };
+  for (int64_t step = 0; step < blocks + 2; ++step) {
+    if (step < blocks) {
+      Block& at = ring[step % 4];
+      const int64_t* wanted = keys + step * kBlock;
+      for (int64_t i = 0, m = end(step); i < m; ++i) {
+        const uint64_t hash = base->Hash(wanted[i]);
+        __builtin_prefetch(at.home[i] = base->LineOf(hash));
+        at.above[i] = overlay && overlay->MayHave(hash) ? overlay->LineOf(hash) : nullptr;
+        if (at.above[i]) __builtin_prefetch(at.above[i]);
       }
     }
-    if (const int64_t i = step - 2 * kAhead; i >= 0) {
-      const std::byte* row = rows[i % kRing];
-      float* vector = out + i * out_stride;
-      if (row) {
-        Decode(row, vector);
-      } else {
-        ReadMissing(keys[i], vector);
+    if (const int64_t block = step - 1; block >= 0 && block < blocks) {
+      Block& at = ring[block % 4];
+      const int64_t* wanted = keys + block * kBlock;
+      for (int64_t i = 0, m = end(block); i < m; ++i) {
+        const uint32_t* row = at.above[i] ? overlay->Find(wanted[i], at.above[i]) : nullptr;
+        if (!row) row = base->Find(wanted[i], at.home[i]);
+        at.rows[i] = row && *row != ServedIndex::kRemoved ? RowAt(*row) : nullptr;
       }
-      if (found) found[i] = row != nullptr;
+      // Close together, so that the addresses of several rows are translated at a time.
+      for (int64_t i = 0, m = end(block); i < m; ++i) __builtin_prefetch(at.rows[i]);
+      for (int64_t i = 0, m = end(block); i < m; ++i) {
+        for (int64_t b = 64; b < fetched_bytes; b += 64) __builtin_prefetch(at.rows[i] + b);
+      }
+    }
+    if (const int64_t block = step - 2; block >= 0) {
+      const Block& at = ring[block % 4];
+      for (int64_t i = 0, m = end(block); i < m; ++i) {
+        const std::byte* row = at.rows[i];
+        float* vector = out + (block * kBlock + i) * out_stride;
+        if (!row) {
+          ReadMissing(keys[block * kBlock + i], vector);
+        } else if (plain) {
+          std::memcpy(vector, row, static_cast<size_t>(row_bytes));
+        } else {
+          Decode(row, vector);
+        }
+        if (found) found[block * kBlock + i] = row != nullptr;
+      }
     }
   }
 }

@@ -16,8 +16,10 @@
 namespace embstore {
 namespace {
 
-// How many keys are listed, or read from the store, at a time.
-constexpr int64_t kKeysPerHold = 16384;
+// Keys listed, or read from the store, under one hold of the lock; rows copied, and marks counted.
+constexpr int64_t kKeysPerHold = 4096;
+constexpr int64_t kRowsPerHold = 4096;
+constexpr size_t kMarksPerHold = size_t{1} << 20;
 
 }  // namespace
 
@@ -36,24 +38,58 @@ struct Snapshot::Rest {
   int64_t next = 0;
 };
 
-Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes)
+Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes, Of of)
     : process_(getpid()),
+      of_(of),
+      unread_(of == Of::kChanges ? kChanged : 0),
       table_(std::move(table)),
       saved_(std::make_unique<SavedRows>(table_->row_bytes(), memory_bytes)),
       rest_(std::make_unique<Rest>()),
       below_(std::make_unique<KeyList>()) {
   std::unique_lock guard(table_->lock_);
   table_->RequireOpen();
-  marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity_));
+  if (of_ == Of::kChanges) {
+    if (!table_->changes_) {
+      throw InvalidState("changes of table '" + table_->options_.name +
+                         "' should be tracked but are not");
+    }
+    auto next = std::make_unique<ChangeSet>(std::move(table_->spare_marks_),
+                                            table_->row_capacity_);  // may throw: first
+    marks_ = table_->changes_->TakeMarks();
+    below_ = table_->changes_->TakeRemoved();
+    table_->changes_ = std::move(next);
+    std::memset(marks_.data(), 0, static_cast<size_t>(table_->options_.shared_rows));
+  } else {
+    marks_ = HugeBuffer(static_cast<size_t>(table_->row_capacity_));
+    for (Row row = 0; row < table_->options_.shared_rows; ++row) mark(row).store(kSettled);
+    resident_rows_ = table_->index_->size();
+    listed_ = !table_->below_.exists();
+  }
   shared_ = std::make_unique<RowBlock>(table_->CollectShared());
-  for (Row row = 0; row < table_->options_.shared_rows; ++row) mark(row).store(kSettled);
-  resident_rows_ = table_->index_->size();
-  listed_ = !table_->below_.exists();
   older_ = std::exchange(table_->snapshot_, this);
 }
 
 Snapshot::~Snapshot() {
+  Detach();
+  if (of_ != Of::kChanges || getpid() != process_) return;
+  // Whoever takes the next changes finds marks whose pages are there.
+  constexpr size_t kPiece = 4096;
+  for (size_t begin = 0; begin < marks_.size(); begin += kPiece) {
+    std::byte* const piece = marks_.data() + begin;
+    const size_t n = std::min(kPiece, marks_.size() - begin);
+    if (std::any_of(piece, piece + n, [](std::byte mark) { return mark != std::byte{0}; })) {
+      std::memset(piece, 0, n);
+    }
+  }
   std::unique_lock guard(table_->lock_);
+  if (table_->changes_ && table_->spare_marks_.size() < marks_.size()) {
+    std::swap(table_->spare_marks_, marks_);
+  }
+}
+
+void Snapshot::Detach() {
+  std::unique_lock guard(table_->lock_);
+  if (std::exchange(detached_, true)) return;
   Snapshot** link = &table_->snapshot_;
   while (*link && *link != this) link = &(*link)->older_;
   if (*link) *link = older_;  // else this is the child of a fork, where tables have no snapshots
@@ -61,7 +97,7 @@ Snapshot::~Snapshot() {
 
 void Snapshot::Skip(Row row) {
   for (Snapshot* at = this; at; at = at->older_) {
-    at->mark(row).store(kSettled, std::memory_order_relaxed);
+    if (at->of_ == Of::kTable) at->mark(row).store(kSettled, std::memory_order_relaxed);
   }
 }
 
@@ -110,8 +146,8 @@ void Snapshot::Preserve(const IndexEntry& entry) {
 bool Snapshot::IsSettled(Row row) const {
   for (const Snapshot* at = this; at; at = at->older_) {
     const auto* marks = reinterpret_cast<const uint8_t*>(at->marks_.data());
-    if (std::atomic_ref<uint8_t>(const_cast<uint8_t&>(marks[row]))
-            .load(std::memory_order_acquire) != kSettled) {
+    if (!at->IsSettledMark(std::atomic_ref<uint8_t>(const_cast<uint8_t&>(marks[row]))
+                               .load(std::memory_order_acquire))) {
       return false;
     }
   }
@@ -121,7 +157,7 @@ bool Snapshot::IsSettled(Row row) const {
 void Snapshot::Save(const IndexEntry& entry) {
   std::atomic_ref<uint8_t> state = mark(entry.row);
   uint8_t seen = state.load(std::memory_order_acquire);
-  while (seen != kSettled) {
+  while (!IsSettledMark(seen)) {
     if (seen == kSaving) {  // another thread is copying this row: wait for it
       seen = state.load(std::memory_order_acquire);
       continue;
@@ -162,23 +198,23 @@ void Snapshot::Emit(int64_t key, uint64_t score, uint32_t uses, const std::byte*
 // Reads the next few rows. False when there are none.
 bool Snapshot::Walk(Output& out, int64_t room) {
   std::shared_lock guard(table_->lock_);
-  table_->RequireOpen();
+  RequireReadable();
   const auto is_unread = [&](const IndexEntry& entry) {
-    return mark(entry.row).load(std::memory_order_relaxed) != kSettled;
+    return !IsSettledMark(mark(entry.row).load(std::memory_order_relaxed));
   };
   std::vector<Row> numbers;
   {
     std::lock_guard walk_guard(walk_mutex_);
     if (walk_.ended) return false;
-    table_->index_->Advance(walk_, room, is_unread, [&](const IndexEntry& entry) {
-      mark(entry.row).store(kSettled, std::memory_order_relaxed);
-      if (entry.score < out.min_score) return;
-      const int64_t to = out.count + std::ssize(numbers);
-      out.keys[to] = entry.key;
-      out.scores[to] = entry.score;
-      if (out.uses) out.uses[to] = table_->uses(entry.row);
-      numbers.push_back(entry.row);
-    });
+    table_->index_->Advance(walk_, std::min(room, kRowsPerHold), is_unread,
+                            [&](const IndexEntry& entry) {
+                              mark(entry.row).store(kSettled, std::memory_order_relaxed);
+                              if (entry.score < out.min_score) return;
+                              const int64_t to = out.count + std::ssize(numbers);
+                              out.keys[to] = entry.key;
+                              out.scores[to] = entry.score;
+                              numbers.push_back(entry.row);
+                            });
   }
   table_->CopyRows(numbers.data(), std::ssize(numbers),
                    out.values ? out.values + out.count * table_->options_.dim : nullptr,
@@ -197,11 +233,17 @@ void Snapshot::ThrowLost(int64_t key) const {
 void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
                              const FetchedRows& below) {
   for (Snapshot* at = this; at; at = at->older_) {
-    if (at->failed_.load(std::memory_order_relaxed) || at->all_preserved_) continue;
+    const bool changes = at->of_ == Of::kChanges;
+    if (at->failed_.load(std::memory_order_relaxed)) continue;
+    if (!changes && (at->all_preserved_ || !table_->below_.exists())) continue;
     try {
       for (const uint32_t i : absent) {
         const int64_t place = at->below_->Find(keys[i]);
         if (place >= 0 && at->below_->marked(place)) continue;
+        if (changes) {
+          if (place >= 0) at->PreserveChangeBelow(keys[i], place, below);
+          continue;
+        }
         const FetchedRow row = below.Find(keys[i]);
         if (row.data) {
           at->saved_->Add(i, keys[i], row.score, 0, row.data, table_->stored_row_bytes());
@@ -227,13 +269,29 @@ void Snapshot::PreserveBelow(std::span<const int64_t> keys, const FetchedRows& b
   PreserveBelow(keys.data(), all, below);
 }
 
+// A key that had left the table, and was not back at that moment, is about to come back.
+void Snapshot::PreserveChangeBelow(int64_t key, int64_t place, const FetchedRows& below) {
+  const FetchedRow row = all_preserved_ ? FetchedRow{} : below.Find(key);
+  if (row.data) {
+    saved_->Add(place, key, row.score, 0, row.data, table_->stored_row_bytes());
+    below_rows_ += place >= listed_keys_;
+  } else if (place < listed_keys_) {
+    ThrowLost(key);
+  } else {
+    gone_.push_back(key);
+  }
+  below_->Mark(place);
+}
+
 void Snapshot::Leave(int64_t key) {
   for (Snapshot* at = this; at; at = at->older_) {
+    const bool changes = at->of_ == Of::kChanges;
+    if (!changes && !table_->below_.exists()) continue;
     try {
       const int64_t place = at->below_->Find(key);
       if (place >= 0) {
         at->below_->Mark(place);
-      } else {
+      } else if (!changes) {
         at->below_->Add(key, /*marked=*/true);
       }
     } catch (...) {
@@ -268,12 +326,18 @@ void Snapshot::List() {
   std::lock_guard listing(list_mutex_);
   if (listed_) return;
   RethrowFailure();
+  if (of_ == Of::kChanges) {
+    CountMarks();
+    ListChanges();
+    listed_ = true;
+    return;
+  }
   const auto scanner = table_->below_.store().ScanKeys();
   std::vector<int64_t> keys;
   std::vector<uint8_t> resident;
   for (scanner->Next(kKeysPerHold, keys); !keys.empty(); scanner->Next(kKeysPerHold, keys)) {
     std::shared_lock guard(table_->lock_);
-    table_->RequireOpen();
+    RequireReadable();
     if (all_preserved_) break;  // what is below now is newer
     resident.resize(keys.size());
     table_->LockedResident(keys, resident.data());
@@ -285,6 +349,110 @@ void Snapshot::List() {
     }
   }
   listed_ = true;
+}
+
+void Snapshot::CountMarks() {
+  int64_t rows = 0;
+  for (size_t begin = 0;; begin += kMarksPerHold) {
+    std::shared_lock guard(table_->lock_);  // the marks move when the table grows
+    RequireReadable();
+    if (begin >= marks_.size()) break;
+    const auto* marks = reinterpret_cast<uint8_t*>(marks_.data());
+    const size_t end = std::min(begin + kMarksPerHold, marks_.size());
+    for (size_t i = begin; i < end; ++i) rows += marks[i] != 0;
+  }
+  resident_rows_ = rows;
+}
+
+// What became of the keys that left the table before that moment. One that is in the table now and
+// not marked was in it at that moment, since those that come back are marked.
+void Snapshot::ListChanges() {
+  std::vector<int64_t> keys, places;
+  std::vector<uint8_t> found;
+  const int64_t size = below_->size();
+  for (int64_t end = 0; end < size;) {
+    const int64_t begin = end;
+    end = std::min(begin + kKeysPerHold, size);
+    keys.clear();
+    places.clear();
+    {
+      std::shared_lock guard(table_->lock_);
+      RequireReadable();
+      std::lock_guard below_guard(below_mutex_);
+      for (int64_t at = begin; at < end; ++at) {
+        if (below_->marked(at)) continue;
+        keys.push_back(below_->key(at));
+        places.push_back(at);
+      }
+      found.resize(keys.size());
+      table_->LockedResident(keys, found.data());
+      size_t absent = 0;
+      for (size_t i = 0; i < keys.size(); ++i) {
+        if (found[i]) {
+          below_->Mark(places[i]);
+        } else {
+          keys[absent] = keys[i];
+          places[absent++] = places[i];
+        }
+      }
+      keys.resize(absent);
+      found.assign(absent, 0);
+    }
+    if (table_->below_.exists()) table_->below_.store().Contains(keys, found.data());
+    std::shared_lock guard(table_->lock_);
+    RequireReadable();
+    std::lock_guard below_guard(below_mutex_);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (below_->marked(places[i])) continue;  // came back meanwhile
+      if (found[i] && !all_preserved_) {
+        ++below_rows_;
+      } else {
+        gone_.push_back(keys[i]);
+        below_->Mark(places[i]);
+      }
+    }
+    listed_keys_ = end;
+  }
+}
+
+std::vector<int64_t> Snapshot::removed() {
+  RethrowFailure();
+  List();
+  std::vector<int64_t> sorted;
+  {
+    std::shared_lock guard(table_->lock_);
+    sorted = gone_;
+  }
+  std::sort(sorted.begin(), sorted.end());
+  return sorted;
+}
+
+void Snapshot::Restore() {
+  Detach();
+  const auto* marks = reinterpret_cast<const uint8_t*>(marks_.data());
+  const auto is_ours = [&](const IndexEntry& entry) {
+    return static_cast<size_t>(entry.row) < marks_.size() && marks[entry.row] != 0;
+  };
+  for (KeyIndex::Walk walk; !walk.ended;) {
+    std::shared_lock guard(table_->lock_);
+    if (!table_->index_ || !table_->changes_) return;
+    table_->index_->Advance(walk, kRowsPerHold, is_ours,
+                            [&](const IndexEntry& entry) { table_->changes_->Mark(entry.row); });
+  }
+  for (int64_t at = 0; at < below_->size();) {
+    std::unique_lock guard(table_->lock_);
+    if (!table_->changes_) return;
+    for (const int64_t end = std::min(at + kKeysPerHold, below_->size()); at < end; ++at) {
+      table_->changes_->Remove(below_->key(at));
+    }
+  }
+}
+
+void Snapshot::RequireReadable() const {
+  table_->RequireOpen();
+  if (detached_) {
+    throw InvalidState("a snapshot of table '" + table_->options_.name + "' was ended");
+  }
 }
 
 int64_t Snapshot::rows() {
@@ -302,7 +470,7 @@ bool Snapshot::ReadBelow(Output& out, int64_t room) {
   std::vector<int64_t> keys;
   {
     std::shared_lock guard(table_->lock_);
-    table_->RequireOpen();
+    RequireReadable();
     std::lock_guard below_guard(below_mutex_);
     const int64_t most = std::min(room, kKeysPerHold);
     for (; next_below_ < below_->size() && std::ssize(keys) < most; ++next_below_) {
@@ -314,7 +482,7 @@ bool Snapshot::ReadBelow(Output& out, int64_t room) {
   std::vector<int64_t> ours;
   {
     std::shared_lock guard(table_->lock_);
-    table_->RequireOpen();
+    RequireReadable();
     std::lock_guard below_guard(below_mutex_);
     for (const int64_t key : keys) {
       const int64_t place = below_->Find(key);
@@ -336,6 +504,7 @@ int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, floa
   if (max_rows < 1) {
     throw InvalidArgument("max_rows should be at least 1 but is: " + std::to_string(max_rows));
   }
+  if (of_ == Of::kChanges) List();  // counts the marks before they change
   Output out{keys, values, states, scores, uses, min_score};
   bool walked = false, all_given = false;
   while (out.count < max_rows) {

@@ -248,7 +248,9 @@ void Table::MakeRoom(int64_t rows) {
 }
 
 void Table::FreeSlot(Slot slot) {
-  rows_.Free(index_->row(slot));
+  const Row row = index_->row(slot);
+  if (changes_) changes_->Unmark(row);  // marks are of rows in use
+  rows_.Free(row);
   index_->Erase(slot);
 }
 

@@ -182,7 +182,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
                              uint64_t score, const uint64_t* scores, const FetchedRows& below,
                              const float* initial, std::vector<uint32_t>* unadmitted) {
   if (missing.empty()) return 0;
-  if (snapshot_ && below_.exists()) snapshot_->PreserveBelow(keys, missing, below);
+  if (snapshot_) snapshot_->PreserveBelow(keys, missing, below);
   // Whatever may run out of memory comes first, or can be undone.
   Newcomers fresh = Distinct(keys, missing, score, scores, below);
   const int64_t n = fresh.size(), size = index_->size();
@@ -209,7 +209,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
     Place(keys, fresh, /*may_evict=*/!unadmitted);
     std::copy_if(fresh.evicted.begin(), fresh.evicted.end(), std::back_inserter(evicted),
                  [](const Evicted& gone) { return gone.slot != kNoSlot; });
-    if (snapshot_ && below_.exists()) {
+    if (snapshot_) {
       for (const Evicted& gone : evicted) snapshot_->Leave(gone.entry.key);
     }
     WriteBack(evicted);  // the rows still hold what the victims had

@@ -234,11 +234,8 @@ int64_t Table::Erase(std::span<const int64_t> keys) {
     if (slot == kNoSlot) continue;
     const IndexEntry entry = index_->entry(slot);
     if (watched()) BeforeChange(entry);
-    if (changes_) {
-      changes_->Unmark(entry.row);
-      changes_->Remove(key);
-    }
-    if (snapshot_ && below_.exists()) snapshot_->Leave(key);
+    if (changes_) changes_->Remove(key);
+    if (snapshot_) snapshot_->Leave(key);
     FreeSlot(slot);
     pins_.Hold(entry.row);
     ++erased;

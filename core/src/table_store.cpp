@@ -151,7 +151,10 @@ std::vector<int64_t> Table::BeforeReplacement() {
   std::vector<int64_t> replaced;
   if (!watched()) return replaced;
   index_->VisitAll([&](Slot, const IndexEntry& entry) {
-    if (snapshot_) snapshot_->Preserve(entry);
+    if (snapshot_) {
+      snapshot_->Preserve(entry);
+      snapshot_->Leave(entry.key);
+    }
     if (changes_) replaced.push_back(entry.key);
   });
   if (!below_.exists()) return replaced;

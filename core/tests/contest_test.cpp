@@ -293,11 +293,12 @@ TEST(Snapshots and changes cover shared rows and clearing forgets them) {
   CHECK_EQ(before.keys.size(), size_t{2});
   Snapshot snapshot(table);
   table->TrackChanges(true);
-  CHECK(table->TakeChanges(true).shared.values == before.values);
+  CHECK(Snapshot(table, 1 << 20, Snapshot::Of::kChanges).shared().values == before.values);
   Push(LookUpOne(table, {200}), 1.0f);
   CHECK(snapshot.shared().values == before.values);
   CHECK(table->SharedRows().values != before.values);
-  CHECK(table->TakeChanges(true).shared.values == table->SharedRows().values);
+  CHECK(Snapshot(table, 1 << 20, Snapshot::Of::kChanges).shared().values ==
+        table->SharedRows().values);
   const std::vector<int64_t> second = {1};
   table->AssignShared(second, before.values.data(), nullptr);
   CHECK(table->SharedRows().keys == second);

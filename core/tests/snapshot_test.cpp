@@ -74,14 +74,62 @@ TEST(Changes are the rows that were touched and the keys that are gone) {
   LookUpOne(table, Range(990, 3000));  // grows
   table->Erase(Range(0, 7));
   table->Erase(Range(2999, 3000));
-  Table::Changes changes = table->TakeChanges(true);
-  CHECK_EQ(changes.rows.keys.size(), size_t{2009});
-  CHECK(changes.removed == std::vector<int64_t>({0, 1, 2, 3, 4, 5, 6, 2999}));
-  CHECK(table->TakeChanges(true).rows.keys.empty());
-  table->RestoreChanges(Range(990, 995), Range(0, 2));
-  changes = table->TakeChanges(true);
-  CHECK_EQ(changes.rows.keys.size(), size_t{5});
-  CHECK(changes.removed == std::vector<int64_t>({0, 1}));
+  std::map<int64_t, RowValues> expected = AllRows(*table);
+  std::erase_if(expected, [](const auto& row) { return row.first < 990; });
+  const std::vector<int64_t> gone = {0, 1, 2, 3, 4, 5, 6, 2999};
+  Snapshot changes(table, Snapshot::kMemoryBytes, Snapshot::Of::kChanges);
+  CHECK_EQ(Snapshot(table, 1 << 20, Snapshot::Of::kChanges).rows(), 0);
+  LookUpOne(table, Range(2500, 5000));
+  table->Erase(Range(2400, 2600));
+  CHECK_EQ(changes.rows(), 2009);
+  CHECK(changes.removed() == gone);
+  CHECK(Rest(changes) == expected);
+  changes.Restore();
+  CHECK_THROWS(InvalidState, "was ended", Rest(changes));
+  Snapshot again(table, Snapshot::kMemoryBytes, Snapshot::Of::kChanges);
+  CHECK_EQ(again.rows(), 2009 + 2001 - 200);
+  CHECK_EQ(again.removed().size(), size_t{7 + 200});
+  CHECK(Rest(again).size() == size_t{2009 + 2001 - 200});
+}
+
+TEST(A snapshot of changes is what changed at its moment whatever training does meanwhile) {
+  for (const bool evicts : {false, true}) {
+    TableOptions options = GrowingTable();
+    if (evicts) options.index.max_capacity = 4096;
+    const auto table = Table::Create(options);
+    LookUpOne(table, RandomKeys(3000, 6000, 1));
+    std::map<int64_t, RowValues> replica = AllRows(*table);
+    table->TrackChanges(true);
+    for (uint64_t round = 0; round < 12; ++round) {
+      const auto disturb = [&](uint64_t step) {
+        const std::vector<int64_t> keys = RandomKeys(700, 9000, 100 * round + step);
+        LookUpOne(table, keys);
+        const std::vector<float> values(keys.size() * 5, static_cast<float>(step));
+        table->Assign(keys, values.data(), nullptr, nullptr);
+        table->Erase(RandomKeys(60, 9000, step));
+        if (round == 7 && step == 5) table->Clear();
+      };
+      disturb(1);
+      const std::map<int64_t, RowValues> before = AllRows(*table);
+      Snapshot changes(table, 1 << 16, Snapshot::Of::kChanges);
+      std::map<int64_t, RowValues> seen;
+      std::mutex mutex;
+      std::vector<int64_t> removed;
+      std::thread reader([&] {
+        removed = changes.removed();
+        ReadAll(changes, seen, mutex);
+      });
+      for (uint64_t step = 2; step < 10; ++step) disturb(step);
+      reader.join();
+      CHECK_EQ(changes.rows(), static_cast<int64_t>(seen.size()));
+      for (const int64_t key : removed) {
+        CHECK(!seen.contains(key));
+        replica.erase(key);
+      }
+      for (const auto& [key, row] : seen) replica[key] = row;
+      CHECK(replica == before);
+    }
+  }
 }
 
 TEST(Checksums are those of zlib and can be joined) {

@@ -307,36 +307,69 @@ TEST(Changes over a store are rows above and below and keys that are in neither)
   AllOfThem replica = Everything(table);
   table->TrackChanges(true);
   const auto follow = [&] {
-    const Table::Changes changes = table->TakeChanges(true);
-    const RowBlock& rows = changes.rows;
-    for (size_t i = 0; i < rows.keys.size(); ++i) {
-      RowValues& row = replica[rows.keys[i]];
-      row.value.assign(&rows.values[i * kDim], &rows.values[i * kDim] + kDim);
-      row.state.assign(&rows.states[i * 2 * kDim], &rows.states[i * 2 * kDim] + 2 * kDim);
-      row.score = rows.scores[i];
-    }
-    for (int64_t key : changes.removed) CHECK(replica.erase(key) == 1);
+    Snapshot changes(table, Snapshot::kMemoryBytes, Snapshot::Of::kChanges);
+    const AllOfThem rows = Rest(changes);
+    CHECK_EQ(changes.rows(), std::ssize(rows));
+    for (int64_t key : changes.removed()) CHECK(replica.erase(key) == 1);
+    for (const auto& [key, row] : rows) replica[key] = row;
     CHECK(replica == Everything(table));
-    return changes;
+    return std::pair(rows.size(), changes.removed().size());
   };
   follow();
   for (int64_t at = 0; at < 600; at += 50) Set(*table, Range(at, at + 50), -1.0f, at % 100 == 0);
-  CHECK(follow().rows.keys.size() >= 600);  // most of them are below again
+  CHECK(follow().first >= 600);  // most of them are below again
   table->Erase(Range(0, 300));
-  CHECK_EQ(follow().removed.size(), size_t{300});
+  CHECK_EQ(follow().second, size_t{300});
   table->Erase(Range(0, 300));
-  CHECK(follow().removed.empty());  // they were not there
+  CHECK_EQ(follow().second, size_t{0});  // they were not there
   table->LoadCheckpoint("one");
   follow();
   CHECK_THROWS(std::exception, "two", table->LoadCheckpoint("two"));
   follow();
   Set(*table, Range(2000, 2050), 1.0f, true);
-  const Table::Changes lost = table->TakeChanges(true);
-  for (int64_t at = 0; at < 600; at += 50) Set(*table, Range(at, at + 50), -2.0f, true);
-  table->RestoreChanges(lost.rows.keys, lost.removed);
+  {
+    Snapshot lost(table, Snapshot::kMemoryBytes, Snapshot::Of::kChanges);
+    for (int64_t at = 0; at < 600; at += 50) Set(*table, Range(at, at + 50), -2.0f, true);
+    lost.Restore();
+  }
   follow();
   table->Clear();
-  CHECK_EQ(follow().removed.size(), size_t{1050});
+  CHECK_EQ(follow().second, size_t{1050});
+}
+
+TEST(A snapshot of changes over a store is that of its moment whatever training does meanwhile) {
+  const TemporaryDirectory directory;
+  const auto table = Table::Create(CacheOver(Ssd(directory.path)));
+  Fill(*table, 1000);
+  AllOfThem replica = Everything(table);
+  table->TrackChanges(true);
+  for (int64_t round = 0; round < 14; ++round) {
+    const auto disturb = [&](int64_t step) {
+      const int64_t at = (round * 977 + step * 131) % 1400;
+      Set(*table, Range(at, at + 40), static_cast<float>(round * 100 + step), step % 2 == 0);
+      table->Erase(Range((at * 7) % 1300, (at * 7) % 1300 + 9));
+      if (round == 9 && step == 6) table->Clear();
+    };
+    for (int64_t step = 0; step < 5; ++step) disturb(step);
+    const AllOfThem before = Everything(table);
+    Snapshot changes(table, 1 << 16, Snapshot::Of::kChanges);
+    if (round % 3 == 0) {
+      disturb(5);  // before anything is listed
+      disturb(6);
+    }
+    const int64_t listed = round % 2 ? changes.rows() : -1;
+    for (int64_t step = 7; step < 12; ++step) disturb(step);
+    const std::vector<int64_t> removed = changes.removed();
+    const AllOfThem rows = Rest(changes);
+    CHECK_EQ(changes.rows(), std::ssize(rows));
+    if (listed >= 0) CHECK_EQ(listed, std::ssize(rows));
+    for (const int64_t key : removed) {
+      CHECK(!rows.contains(key));
+      replica.erase(key);
+    }
+    for (const auto& [key, row] : rows) replica[key] = row;
+    CHECK(replica == before);
+  }
 }
 
 TEST(A new optimizer reaches snapshots and changes and the store) {
@@ -353,7 +386,7 @@ TEST(A new optimizer reaches snapshots and changes and the store) {
   options.initial_accumulator = 0.25f;
   table->SetOptimizer(options);
   CHECK(Rest(snapshot) == before);
-  CHECK_EQ(table->TakeChanges(true).rows.keys.size(), size_t{50});
+  CHECK_EQ(Snapshot(table, 1 << 20, Snapshot::Of::kChanges).rows(), 50);
   LookUpOne(table, Range(1000, 1120));  // evicts them
   const AllOfThem after = ByKey(*table, Range(0, 50));
   CHECK_EQ(after.size(), size_t{50});

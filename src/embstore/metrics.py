@@ -1,23 +1,34 @@
-"""What an operator watches while tables are trained: Prometheus, TensorBoard.
+"""What an operator watches while tables are trained and served: Prometheus, TensorBoard.
 
     embstore.metrics.watch({"user": table})            # into prometheus_client's default registry
+    embstore.metrics.watch_reader(reader)              # in a process that serves
     prometheus_client.start_http_server(9100)
+
+    timer = embstore.metrics.StepTimer()
+    with timer:
+        train(batch)
 
     board = embstore.metrics.TensorBoard(SummaryWriter("runs/1"), {"user": table})
     board.log(step)
 
-Counters are read from the tables when somebody asks, so watching costs a training step nothing.
+Counters are read from the tables when somebody asks, so watching costs a training step nothing; a timer
+costs it a few microseconds. docs/grafana.json is a dashboard of all this.
 Prometheus needs the extra `metrics`: pip install 'embstore[metrics]'
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from embstore.durations import durations
 from embstore.table import Table
+
+if TYPE_CHECKING:
+    from embstore.serving.reader import Reader
 
 # Field of Stats -> what it counts. Gauges go up and down, counters only up.
 GAUGES = {
@@ -36,6 +47,15 @@ COUNTERS = {
     "fetches": "Rows that came up from the store.",
     "write_backs": "Rows that went down to the store.",
 }
+
+
+# Field of Duration -> what it counts, by the label `call`: dump, load, append, compact.
+CALL_COUNTERS = {
+    "count": ("calls", "Dumps, loads, appends and compactions that ended."),
+    "failures": ("call_failures", "Those of them that failed."),
+    "seconds": ("call_seconds", "Time that they took."),
+}
+STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class _Tables:
@@ -69,23 +89,99 @@ class TableCollector:
                 for name, of in stats:
                     metric.add_metric([name], float(of[field]))
                 yield metric
+        calls = durations()
+        for field, (name, text) in CALL_COUNTERS.items():
+            metric = CounterMetricFamily(f"embstore_{name}", text, labels=["call"])
+            for call, duration in calls.items():
+                metric.add_metric([call], float(getattr(duration, field)))
+            yield metric
+        last = GaugeMetricFamily("embstore_call_last_seconds", "Time of the last one.", labels=["call"])
+        for call, duration in calls.items():
+            last.add_metric([call], duration.last_seconds)
+        yield last
+
+
+class ReaderCollector:
+    """A collector of prometheus_client; `watch_reader` registers one."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = weakref.ref(reader)
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        reader = self._reader()
+        if reader is None:
+            return
+        state = reader.state
+        for name, text, value in (
+            ("state_number", "Number of the served increment.", state.number),
+            ("state_age_seconds", "Age of the served state.", reader.age_seconds),
+            ("reader_failing", "1 while the log cannot be followed.", reader.error is not None),
+        ):
+            yield GaugeMetricFamily(f"embstore_{name}", text, value=float(value))
+        rows = GaugeMetricFamily("embstore_rows", "Rows of a table.", labels=["table"])
+        for collection, table in state.tables:
+            rows.add_metric([f"{collection}/{table}"], float(state.rows(f"{collection}/{table}")))
+        yield rows
+
+
+def _registry(registry: Any) -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise ImportError("metrics need: pip install 'embstore[metrics]'") from error
+    return registry or prometheus_client.REGISTRY
 
 
 def watch(tables: Mapping[str, Table], registry: Any = None) -> TableCollector:
-    """Lets Prometheus read the counters of tables.
+    """Lets Prometheus read the counters of tables, and the times of dumps, loads and appends.
 
     tables    by the name they get in the label `table`
     registry  of prometheus_client; None is its default one. `registry.unregister` ends it
 
     Raises ImportError when prometheus_client is not installed.
     """
-    try:
-        import prometheus_client
-    except ImportError as error:
-        raise ImportError("metrics need: pip install 'embstore[metrics]'") from error
+    registry = _registry(registry)
     collector = TableCollector(tables)
-    (registry or prometheus_client.REGISTRY).register(collector)
+    registry.register(collector)
     return collector
+
+
+def watch_reader(reader: Reader, registry: Any = None) -> ReaderCollector:
+    """Lets Prometheus read what a reader serves: number and age of its state, rows, and whether it follows.
+
+    Raises ImportError when prometheus_client is not installed.
+    """
+    registry = _registry(registry)
+    collector = ReaderCollector(reader)
+    registry.register(collector)
+    return collector
+
+
+class StepTimer:
+    """Times training steps for Prometheus, as the histogram embstore_step_seconds.
+
+    timer = StepTimer()
+    with timer:
+        train(batch)
+    """
+
+    def __init__(self, registry: Any = None) -> None:
+        registry = _registry(registry)
+        from prometheus_client import Histogram
+
+        self._histogram = Histogram(
+            "embstore_step_seconds", "Time of a training step.", buckets=STEP_BUCKETS, registry=registry
+        )
+        self._begin = 0.0
+
+    def __enter__(self) -> StepTimer:
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._histogram.observe(time.perf_counter() - self._begin)
 
 
 class TensorBoard:

@@ -453,13 +453,13 @@ class Table(TableViews):
 
     def take_changes(self) -> tuple[Rows, npt.NDArray[np.int64]]:
         """Rows that changed since the last call (vector, state or score) and keys that are gone."""
-        rows, removed, _ = self._core.take_changes(True)
-        return Rows(*rows), removed
+        changes = self.snapshot_changes()
+        blocks = list(self._blocks(changes, 0, 65536, True, True))
+        return Rows.concatenate(blocks), changes.removed()
 
-    def take_all_changes(self) -> tuple[Rows, npt.NDArray[np.int64], Rows]:
-        """What `take_changes` gives, and the shared rows in use, with their numbers as keys."""
-        rows, removed, shared = self._core.take_changes(True)
-        return Rows(*rows), removed, Rows(*shared)
+    def snapshot_changes(self) -> _core.Snapshot:
+        """Like `take_changes`, to be read while the table is trained on; `restore` puts them back."""
+        return _core.Snapshot(self._core, changes=True)
 
     def shared_rows(self) -> Rows:
         """The shared rows that training has used so far, with their numbers as keys and no scores."""
@@ -471,10 +471,6 @@ class Table(TableViews):
         v = as_floats(values, (k.n, self.dim), "values")
         s = None if states is None else as_floats(states, (k.n, self.state_width), "states")
         self._core.assign_shared(k.address, k.n, address(v), 0 if s is None else address(s))
-
-    def restore_changes(self, changed: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> None:
-        """Puts back what `take_changes` gave, by key, when it could not be used."""
-        self._core.restore_changes(address(changed), len(changed), address(removed), len(removed))
 
     def set_eviction_log(self, log: EvictionLog) -> None:
         """What the log keeps from now on; what it holds is dropped."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from checkpoint.tables import keys_of, make
 
@@ -203,7 +205,7 @@ def fail_in_a_log(path: str, call: str, failing: int) -> tuple[str, str]:
     train(tables, 0, 2)
     log = None if call == "create" else embstore.IncrementLog.create(path, tables, ownership=OWNERSHIP)
     train(tables, 2, 1)
-    broken = {"create": "track_changes", "append": "take_all_changes", "load": "exchange"}[call]
+    broken = {"create": "track_changes", "append": "snapshot_changes", "load": "exchange"}[call]
 
     def fail(*arguments: Any) -> None:
         raise OSError(5, "the store of this rank is gone")
@@ -227,3 +229,59 @@ def fail_in_a_log(path: str, call: str, failing: int) -> tuple[str, str]:
         delattr(tables["model.b"]["item"], broken)
     make()
     return answer
+
+
+def _publishing(path: str) -> tuple[embstore.Table, dict[str, Any], embstore.IncrementLog, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    table = make(optimizer=embstore.SGD(), score_strategy="step")
+    mine = np.arange(600)[np.arange(600) % world == rank]
+
+    def train(step: int) -> None:
+        table.insert_or_assign(mine, np.full((len(mine), 5), float(step), np.float32))
+
+    train(0)
+    tables = {"model": {"user": table}}
+    return table, tables, embstore.IncrementLog.create(path, tables), train
+
+
+def publish(path: str) -> int:
+    """Trains while increments are written. A step ends on all ranks only when it did on each."""
+    _, tables, log, train = _publishing(path)
+    with log.append_every(tables, seconds=0.0, compact_after=3) as publisher:
+        for step in range(1, 10**6):
+            train(step)
+            if (step // 5) % dist.get_world_size() == dist.get_rank():
+                time.sleep(0.002)
+            publisher.step()
+            enough = torch.tensor([int(log.applied >= 4)])
+            dist.all_reduce(enough, op=dist.ReduceOp.MIN)
+            if enough.item():
+                break
+    return log.applied
+
+
+def publish_and_fail(path: str, how: str) -> tuple[str, int]:
+    """Something goes wrong on rank 1; returns what is raised, and at which step."""
+    _, tables, log, train = _publishing(path)
+    step, write = 0, PartWriter.write
+    if how == "the disk" and dist.get_rank() == 1:
+
+        def broken(self: PartWriter, rows: embstore.Rows) -> int:
+            raise OSError(28, "no space left on device")
+
+        PartWriter.write = broken  # type: ignore[method-assign]
+    try:
+        with log.append_every(tables, seconds=0.0) as publisher:
+            for step in range(1, 10**6):
+                train(step)
+                if how == "the program" and dist.get_rank() == 1 and step == 20:
+                    raise ValueError("a mistake of rank 1")
+                publisher.step()
+                time.sleep(0.002)
+                if how == "the disk":
+                    dist.barrier()
+    except Exception as error:
+        return str(error), step
+    finally:
+        PartWriter.write = write  # type: ignore[method-assign]
+    return "nothing", step

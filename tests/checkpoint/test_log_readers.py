@@ -309,7 +309,7 @@ def test_ctrl_c_while_changes_are_taken_loses_none(tmp_path: Path, monkeypatch: 
 
     trainer, log = trained(tmp_path, 0)
     step(trainer, 1)
-    take = embstore.Table.take_all_changes
+    take = embstore.Table.snapshot_changes
 
     def interrupted(self: embstore.Table) -> Any:
         taken = take(self)
@@ -317,7 +317,7 @@ def test_ctrl_c_while_changes_are_taken_loses_none(tmp_path: Path, monkeypatch: 
         return taken
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(embstore.Table, "take_all_changes", interrupted)
+        patch.setattr(embstore.Table, "snapshot_changes", interrupted)
         log.append({"model": {"user": trainer}})
     assert log.append({"model": {"user": trainer}}) == 1
     server = make()

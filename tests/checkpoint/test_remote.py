@@ -147,3 +147,196 @@ def test_a_reader_follows_a_remote_log_through_compaction(tmp_path, place):
     assert late.state.number == 4 and late.state.rows("user") == len(user)
     with pytest.raises(TypeError, match="with a URL alone"):
         Reader(tmp_path / "log", token="x")
+
+
+# ---- URLs instead of paths
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A cache of its own, so that every test begins on a new host."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "host"))
+    return tmp_path / "host"
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_dump_goes_to_a_url_and_comes_back(place, host, async_):
+    url, options = place
+    user = trained()
+    tables = {"m": {"user": user}}
+    handle = embstore.dump(url, tables, optim=True, async_=async_, storage_options=options)
+    if handle:
+        handle.wait()
+    with pytest.raises(FileExistsError, match=url):
+        embstore.dump(url, tables, storage_options=options)
+    back = embstore.Table("user", dim=4, optimizer=embstore.SGD(lr=0.5), score_strategy="step")
+    embstore.load(url, {"m": {"user": back}}, optim=True, storage_options=options)
+    np.testing.assert_array_equal(back.rows().keys, user.rows().keys)
+    np.testing.assert_array_equal(back.rows().values, user.rows().values)
+    user.erase(KEYS[:7])
+    embstore.dump(url, tables, overwrite=True, storage_options=options)
+    dump = embstore.open_dump(url, storage_options=options)
+    assert dump["m"]["user"].rows == len(user)
+    dump.verify()
+    # The copy of what was replaced is gone from this host.
+    assert len([path for path in (host / "embstore" / "remote").iterdir() if path.is_dir()]) == 1
+
+
+def test_options_of_a_file_system_need_a_url(tmp_path):
+    tables = {"m": {"user": trained()}}
+    for call in (embstore.dump, embstore.load, lambda path, _, **o: embstore.IncrementLog(path, **o)):
+        with pytest.raises(TypeError, match="with a URL alone"):
+            call(tmp_path / "x", tables, storage_options={"key": "a"})
+    with pytest.raises(FileNotFoundError, match="memory://nothing-there"):
+        embstore.load("memory://nothing-there", tables)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_dump_that_cannot_be_uploaded_leaves_nothing(tmp_path, host, monkeypatch):
+    def broken(self, local, *, overwrite=False):
+        raise OSError(5, "the network is gone")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "spool"))
+    (tmp_path / "spool").mkdir()
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(RemoteFolder, "upload", broken)
+    with pytest.raises(OSError, match="the network is gone"):
+        embstore.dump("memory://broken", {"m": {"user": trained()}})
+    assert list((tmp_path / "spool").iterdir()) == []
+    assert RemoteFolder("memory://broken").current() is None
+
+
+def test_a_log_at_a_url_is_written_followed_compacted_and_taken_up_again(tmp_path, place, host):
+    url, options = place
+    user = trained()
+    tables = {"m": {"user": user}}
+    log = embstore.IncrementLog.create(url, tables, storage_options=options)
+    with pytest.raises(FileExistsError, match=url):
+        embstore.IncrementLog.create(url, tables, storage_options=options)
+
+    def other_host(name):
+        return embstore.IncrementLog(url, local=tmp_path / name, storage_options=options)
+
+    server = trained()
+    following = other_host("server")
+    assert following.load({"m": {"user": server}}) == 0
+    reader = Reader(url, cache=tmp_path / "cache", **options)
+    for number in range(1, 6):
+        user.find_or_insert([1000 + number])
+        user.erase([number])
+        assert log.append(tables) == number
+        if number == 2:
+            assert log.compact() == 2
+        if number == 4:
+            assert other_host("compactor").compact() == 4  # by another process
+        assert following.follow({"m": {"user": server}}) == [number]
+        assert reader.follow() == [number]
+        np.testing.assert_array_equal(server.rows().keys, user.rows().keys)
+        np.testing.assert_array_equal(reader.find("user", KEYS)[1], user.contains(KEYS))
+    assert other_host("late").verify() > 0 and other_host("late").last() == 5
+    names = RemoteFolder(url, **options).names()
+    assert "base-000000000004" in names and "increment-000000000001" not in names
+    # The trainer starts again, elsewhere.
+    again = trained()
+    resumed = other_host("again")
+    assert resumed.load({"m": {"user": again}}, writable=True) == 5
+    again.erase([100])
+    assert resumed.append({"m": {"user": again}}) == 6
+    assert reader.follow() == [6] and not reader.find("user", [100])[1].any()
+    # The first one is behind, and says so instead of writing a second number 6.
+    for _ in range(2):
+        with pytest.raises(embstore.CheckpointError, match="increment-000000000006 was written by another"):
+            log.append(tables)
+    assert log.load(tables, writable=True) == 6
+    assert log.append(tables) == 7
+    np.testing.assert_array_equal(user.rows().keys, again.rows().keys)
+    assert reader.follow() == [7]
+
+
+def test_an_increment_that_did_not_get_there_goes_with_the_next(tmp_path, host, monkeypatch):
+    url = f"memory://{uuid.uuid4().hex}"
+    user = trained()
+    tables = {"m": {"user": user}}
+    log = embstore.IncrementLog.create(url, tables)
+    upload = RemoteFolder.upload
+
+    def broken(self, local, *, overwrite=False):
+        raise OSError(5, "the network is gone")
+
+    user.erase([7])
+    monkeypatch.setattr(RemoteFolder, "upload", broken)
+    with pytest.raises(OSError, match="the network is gone"):
+        log.append(tables)
+    monkeypatch.setattr(RemoteFolder, "upload", upload)
+    user.erase([8])
+    assert log.append(tables) == 2
+    server = trained()
+    assert embstore.IncrementLog(url, local=tmp_path / "server").load({"m": {"user": server}}) == 2
+    np.testing.assert_array_equal(server.rows().keys, user.rows().keys)
+
+
+def test_a_trainer_publishes_to_a_url_in_the_background(tmp_path, host):
+    url = f"file://{tmp_path}/remote"
+    user = trained()
+    tables = {"m": {"user": user}}
+    log = embstore.IncrementLog.create(url, tables)
+    with log.append_every(tables, seconds=0.0, compact_after=2) as publisher:
+        for key in range(100_000):
+            user.find_or_insert([5000 + key])
+            publisher.step()
+            if len(log.entries()["base"]) > 1:
+                break
+    reader = Reader(url, cache=tmp_path / "cache")
+    assert reader.state.base >= 2 and reader.state.rows("user") == len(user)
+
+
+def test_what_nobody_has_opened_for_long_is_swept(tmp_path):
+    from embstore.checkpoint import host_cache
+
+    embstore.dump(tmp_path / "old", {"m": {"user": trained()}})
+    embstore.dump(tmp_path / "new", {"m": {"user": trained()}})
+    cache = tmp_path / "cache"
+    first = Reader(tmp_path / "old", cache=cache)
+    (old,) = [path for path in cache.iterdir() if path.is_dir()]
+    week = 8 * 24 * 3600
+    lock = cache / f"{old.name}.lock"
+    os.utime(lock, (lock.stat().st_mtime - week,) * 2)
+    with host_cache.locked(old, shared=True):
+        os.utime(lock, (lock.stat().st_mtime - week,) * 2)
+        Reader(tmp_path / "new", cache=cache)
+        assert old.is_dir()  # somebody is opening it
+    Reader(tmp_path / "new", cache=cache)
+    assert not old.exists() and len([path for path in cache.iterdir() if path.is_dir()]) == 1
+    assert first.find("user", KEYS)[1].all()  # mapped files stay
+    assert Reader(tmp_path / "old", cache=cache).find("user", KEYS)[1].all()
+
+
+def test_commands_take_urls(tmp_path, host):
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from embstore.cli.commands import app
+
+    def run(*arguments):
+        return CliRunner().invoke(app, arguments)
+
+    user = trained()
+    tables = {"m": {"user": user}}
+    dump, log = f"file://{tmp_path}/d", f"file://{tmp_path}/log"
+    embstore.dump(dump, tables)
+    writer = embstore.IncrementLog.create(log, tables)
+    user.erase([7])
+    writer.append(tables)
+    assert '"rows": 323' in run("inspect", dump, "--json").stdout
+    assert run("verify", log).exit_code == 0
+    assert run("get", dump, "7").exit_code == 0
+    assert run("get", log, "7").exit_code == 1  # erased
+    assert run("inspect", "memory://nothing").exit_code == 2
+    (victim,) = (tmp_path / "d").glob("*/m/user_values")
+    victim.write_bytes(b"short")
+    import shutil
+
+    shutil.rmtree(host)  # a new host
+    assert run("inspect", dump).exit_code == 3

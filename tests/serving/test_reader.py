@@ -322,3 +322,53 @@ def test_lookups_beside_a_follower_see_whole_states_only(tmp_path):
             thread.join()
     assert failures == []
     assert reader.error is None
+
+
+def test_an_operator_is_told_once_that_a_reader_is_stuck_and_that_it_goes_on(tmp_path, caplog):
+    user = trained()
+    tables = {"a": {"user": user}}
+    log = embstore.IncrementLog.create(tmp_path / "log", tables)
+    caplog.set_level("INFO", "embstore.serving")
+    with Reader(tmp_path / "log", cache=tmp_path / "cache") as reader:
+        user.erase([7])
+        log.append(tables)
+        victim = tmp_path / "log" / "increment-000000000001" / "a" / "user_removed"
+        good = victim.read_bytes()
+        damage(victim)
+        reader.start(0.005)
+        wait_until(lambda: reader.error is not None)
+        threading.Event().wait(0.1)  # many rounds
+        assert [r.levelname for r in caplog.records] == ["ERROR"]
+        assert "stays at state 0" in caplog.text and "user_removed" in caplog.text
+        victim.write_bytes(good)
+        wait_until(lambda: reader.error is None)
+        wait_until(lambda: "follows again, at state 1" in caplog.text)
+
+
+def test_an_operator_is_told_of_an_old_state_and_of_a_reader_that_falls_behind(tmp_path, caplog, monkeypatch):
+    from embstore.serving import watching
+
+    log = embstore.IncrementLog.create(tmp_path / "log", {"a": {"user": trained()}})
+    with Reader(log.path, cache=tmp_path / "cache") as reader:
+        with pytest.raises(ValueError, match="warn_age_seconds should be above 0 but is: 0"):
+            reader.start(warn_age_seconds=0)
+        reader.start(0.005, warn_age_seconds=0.05)
+        wait_until(lambda: "is the trainer still appending?" in caplog.text)
+        threading.Event().wait(0.1)
+        assert len(caplog.records) == 1
+    caplog.clear()
+    watch = watching.Watch(None)
+    for news in (0, 1, 0, 0, 2, 1, 1, 2, 3, 4, 5):
+        watch.followed(9, news)
+    assert caplog.records == []
+    watch.followed(9, 6)
+    assert "falls behind: 6 increments came while the last 5 were applied" in caplog.text
+    caplog.clear()
+    times = iter([0.0, 1.0, 59.0, 61.0])
+    monkeypatch.setattr(watching.time, "monotonic", lambda: next(times))
+    for _ in range(4):  # again once a minute
+        watch.failed(9, OSError("gone"))
+    assert [r.getMessage() for r in caplog.records] == [
+        "stays at state 9, for 0 s so far: gone",
+        "stays at state 9, for 61 s so far: gone",
+    ]

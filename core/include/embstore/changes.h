@@ -1,4 +1,5 @@
-// ChangeSet: which rows of a table changed, and which keys left it, since it was last taken.
+// ChangeSet: which rows of a table changed, and which keys left it, since it was last taken by a
+// Snapshot.
 //
 // Thread safety: the table's lock guards it. Several threads may Mark; the rest needs exclusive
 // access.
@@ -11,27 +12,33 @@
 #include <atomic>
 #include <cassert>
 #include <cstdint>
-#include <vector>
+#include <memory>
+#include <utility>
 
 #include "embstore/memory.h"
 #include "embstore/types.h"
 
 namespace embstore {
 
+class KeyList;
+
 class ChangeSet {
  public:
-  explicit ChangeSet(int64_t rows) : marks_(static_cast<size_t>(rows)) {}
+  // Takes over `marks`, which are all 0, for so many rows.
+  ChangeSet(HugeBuffer marks, int64_t rows);
+  ~ChangeSet();
 
   void Mark(Row row) { Store(row, 1); }
-  bool IsMarked(Row row) const { return reinterpret_cast<const uint8_t*>(marks_.data())[row] != 0; }
   void Unmark(Row row) { Store(row, 0); }
   void Grow(int64_t rows) { marks_.Grow(static_cast<size_t>(rows)); }
   void UnmarkAll() { marks_.Clear(); }
 
-  // Keys that were evicted or erased; some may be back. Repetitions are dropped now and then, so
-  // the list stays below twice the number of distinct keys.
+  // Keys that were evicted or erased; some may have come back since, as changed rows.
   void Remove(int64_t key);
-  std::vector<int64_t>& removed() { return removed_; }
+
+  // What a snapshot takes over. Marks are one byte a row, 1 where it changed.
+  HugeBuffer TakeMarks() { return std::move(marks_); }
+  std::unique_ptr<KeyList> TakeRemoved();
 
  private:
   void Store(Row row, uint8_t value) {
@@ -41,9 +48,8 @@ class ChangeSet {
         .store(value, std::memory_order_relaxed);
   }
 
-  HugeBuffer marks_;  // one byte a row
-  std::vector<int64_t> removed_;
-  size_t compact_at_ = 1 << 16;
+  HugeBuffer marks_;
+  std::unique_ptr<KeyList> removed_;
 };
 
 }  // namespace embstore

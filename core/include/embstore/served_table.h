@@ -14,6 +14,7 @@
 //  2. size() counts the keys that have a row.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -60,7 +61,8 @@ class ServedIndex {
   static_assert(sizeof(Line) == 64);
 
   // Room for `entries` keys. `secret` keys the hash, so that nobody can choose keys that collide.
-  ServedIndex(int64_t entries, uint64_t secret);
+  // With a filter, a byte a key, most keys that are not there are known without looking at a line.
+  ServedIndex(int64_t entries, uint64_t secret, bool filtered = false);
   // Maps an index that Save wrote. Throws InvalidArgument when it is damaged, or indexes other
   // keys.
   ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc);
@@ -68,20 +70,35 @@ class ServedIndex {
 
   int64_t size() const { return size_; }
   size_t bytes() const { return static_cast<size_t>(lines_count_) * sizeof(Line); }
+  size_t filter_bytes() const { return filter_.size() * sizeof(uint64_t); }
   uint64_t secret() const { return secret_; }
 
   // Sets the row of the key. Returns the previous one, if the key was there.
   std::optional<uint32_t> Put(int64_t key, uint32_t row);
 
-  const Line* HomeOf(int64_t key) const {
-    return lines_ + ((Hash(key) >> 32) * static_cast<uint64_t>(lines_count_) >> 32);
+  // Indexes with one secret share it.
+  uint64_t Hash(int64_t key) const {
+    return HashKey(static_cast<int64_t>(static_cast<uint64_t>(key) ^ secret_));
+  }
+  const Line* LineOf(uint64_t hash) const {
+    return lines_ + ((hash >> 32) * static_cast<uint64_t>(lines_count_) >> 32);
+  }
+  const Line* HomeOf(int64_t key) const { return LineOf(Hash(key)); }
+  // False: the key with this hash is not there. REQUIRES a filter.
+  bool MayHave(uint64_t hash) const {
+    const uint64_t bits = FilterBits(hash);
+    return (filter_[FilterWord(hash)] & bits) == bits;
   }
   // The row, or null. `home` is HomeOf(key), which callers prefetch.
   const uint32_t* Find(int64_t key, const Line* home) const {
     for (const Line* line = home;;) {
-      for (int i = 0; i < line->count; ++i) {
-        if (line->keys[i] == key) return &line->rows[i];
+      // Without branches: which of the entries it is nobody can predict.
+      unsigned matches = 0;
+      for (int i = 0; i < Line::kEntries; ++i) {
+        matches |= static_cast<unsigned>(line->keys[i] == key) << i;
       }
+      matches &= (1u << line->count) - 1;
+      if (matches) return &line->rows[std::countr_zero(matches)];
       if (!line->passed) return nullptr;
       if (++line == lines_ + lines_count_) line = lines_;
     }
@@ -100,11 +117,16 @@ class ServedIndex {
   }
 
  private:
-  uint64_t Hash(int64_t key) const;
+  // Two bits of one word. Lines are chosen by the upper half of the hash.
+  static uint64_t FilterBits(uint64_t hash) {
+    return uint64_t{1} << (hash & 63) | uint64_t{1} << (hash >> 6 & 63);
+  }
+  size_t FilterWord(uint64_t hash) const { return (hash >> 12) & (filter_.size() - 1); }
 
   uint64_t secret_ = 0;
   int64_t lines_count_ = 0, size_ = 0;
   HugeBuffer owned_;
+  std::vector<uint64_t> filter_;  // a power of two, or empty
   std::unique_ptr<MappedFile> mapped_;
   const Line* lines_ = nullptr;
 };

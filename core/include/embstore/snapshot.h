@@ -12,6 +12,11 @@
 // so is the key of an evicted row. A key that is neither marked nor in the table still has the row
 // it had at that moment.
 //
+// A snapshot of changes has only the rows that changed since the one before it, and the keys that
+// were gone. It takes the marks and the keys of the table's ChangeSet, so taking it costs no copy
+// either; rows that did not change count as read. Of the keys that left the table, those that are
+// back are among its rows; the others are looked for below, and gone where there is no row.
+//
 // Saved rows take up to memory_bytes; the rest goes to a temporary file (see saved_rows.h). A
 // snapshot that cannot save a row fails: Read and rows() throw the error; training continues.
 //
@@ -20,13 +25,16 @@
 // the exclusive lock.
 //
 // Invariants
-//  1. mark(row) == kSettled  <=>  the row is saved, read, or younger than the snapshot. A key keeps
-//     its row number, so marks stay where they are when the index moves its slot.
+//  1. mark(row) is settled  <=>  the row is saved, read, younger than the snapshot, or not among
+//     the changes. A key keeps its row number, so marks stay where they are when the index moves
+//     its slot.
 //  2. Every row is given out once, rows() in all, whatever happens to the table.
 //  3. The walk follows the order of the hash (KeyIndex::Walk), so it misses no row when the table
 //     grows.
 //  4. A key is marked in below_ if its row was saved from below, read, or has been in the table
-//     since the snapshot and left it.
+//     since the snapshot and left it. In a snapshot of changes also when it was in the table at
+//     that moment (once listed), or nowhere.
+//  5. In a snapshot of changes mark(row) != 0  <=>  the row is one of its rows.
 #pragma once
 
 #include <sys/types.h>
@@ -38,6 +46,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "embstore/key_index.h"
 #include "embstore/memory.h"
@@ -55,15 +64,27 @@ class Snapshot {
  public:
   static constexpr int64_t kMemoryBytes = int64_t{256} << 20;
 
-  // A table may have several.
-  explicit Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes = kMemoryBytes);
+  enum class Of : uint8_t { kTable, kChanges };
+
+  // A table may have several. kChanges takes the changes away: throws InvalidState unless they are
+  // tracked.
+  explicit Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes = kMemoryBytes,
+                    Of of = Of::kTable);
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
   Table& table() const { return *table_; }
-  // How many rows there are in all. Over a store, the first call lists its keys.
+  // How many rows there are in all. Over a store, and of changes, the first call lists keys.
   int64_t rows();
+  // Of changes: the keys that were gone, sorted.
+  std::vector<int64_t> removed();
+
+  // Lets go of the table: nothing can be read any more, and training saves no more rows.
+  void Detach();
+  // Puts back the changes that were taken and could not be used: they are part of the next snapshot
+  // of changes. Detaches. Rows that took the place of others count as changed too.
+  void Restore();
 
   // The shared rows at that moment, by number.
   const RowBlock& shared() const { return *shared_; }
@@ -94,23 +115,32 @@ class Snapshot {
   void Grow(int64_t rows);
 
  private:
-  enum : uint8_t { kUnread = 0, kSaving = 1, kSettled = 2 };
+  // Marks of a ChangeSet serve as they are: its 0 and 1 are settled and unread in a snapshot of
+  // changes.
+  enum : uint8_t { kChanged = 1, kSettled = 2, kSaving = 3 };
   struct Output;
   struct Rest;
 
   std::atomic_ref<uint8_t> mark(Row row) {
     return std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[row]);
   }
+  bool IsSettledMark(uint8_t mark) const { return mark != unread_ && mark != kSaving; }
   void Save(const IndexEntry& entry);
+  void PreserveChangeBelow(int64_t key, int64_t place, const FetchedRows& below);
+  void CountMarks();
+  void ListChanges();
   void Fail();
   void List();
   void RethrowFailure();
   [[noreturn]] void ThrowLost(int64_t key) const;
+  void RequireReadable() const;
   bool Walk(Output& out, int64_t room);
   bool ReadBelow(Output& out, int64_t room);
   void Emit(int64_t key, uint64_t score, uint32_t uses, const std::byte* row, Output& out) const;
 
   const pid_t process_;
+  const Of of_;
+  const uint8_t unread_;  // what a mark says before the row was saved or read
   std::shared_ptr<Table> table_;
   Snapshot* older_ = nullptr;  // of the same table
   int64_t resident_rows_ = 0;
@@ -130,6 +160,9 @@ class Snapshot {
   bool all_preserved_ = false;  // by PreserveStore; guarded by the table's lock
   std::mutex list_mutex_;  // held by the thread that lists, which may wait for the table's lock
   bool listed_ = false;
+  int64_t listed_keys_ = 0;    // of changes: places of below_ before it are counted
+  std::vector<int64_t> gone_;  // of changes; guarded like below_
+  bool detached_ = false;      // guarded by the table's lock
 
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;

@@ -173,18 +173,9 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock Export(Cursor& cursor, int64_t max_rows, uint64_t min_score, bool with_values,
                   bool with_states) const;
 
-  // Starts (with an empty set) or stops tracking changed rows and removed keys.
+  // Starts (from an empty set of changes) or stops to keep track of changed rows and removed keys,
+  // which a Snapshot of changes takes.
   void TrackChanges(bool on);
-  // Takes what changed since the last call: whole rows, and the keys that are gone.
-  // Throws InvalidState unless changes are tracked.
-  struct Changes {
-    RowBlock rows;
-    RowBlock shared;  // all that are in use, changed or not, by number instead of key
-    std::vector<int64_t> removed;
-  };
-  Changes TakeChanges(bool with_states);  // of rows in the table and in the store below it
-  // Returns what was taken but could not be used.
-  void RestoreChanges(std::span<const int64_t> changed, std::span<const int64_t> removed);
 
   // The used shared rows, by number, and their replacement, after which all others count as unused.
   // Throws InvalidArgument when a number is not below shared_rows. states null: fresh states.
@@ -349,7 +340,6 @@ class Table : public std::enable_shared_from_this<Table> {
   void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
   // The distinct keys that are in the store and not in the table.
   std::vector<int64_t> OnlyBelow(std::span<const int64_t> keys) const;
-  void TakeFromBelow(Changes& taken, bool with_states) const;
   // Tells snapshots that the rows of these keys, which are only below, are about to change.
   void PreserveBelow(std::span<const int64_t> keys);
   // Called around an operation that replaces all rows, below too: informs watchers. The first
@@ -388,6 +378,7 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends
   std::unique_ptr<ChangeSet> changes_;
+  HugeBuffer spare_marks_;  // for the next set of changes: all 0, and its pages are there
 
   PinnedRows pins_;
   LowerTier below_;

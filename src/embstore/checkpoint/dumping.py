@@ -8,15 +8,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from embstore import _core
 from embstore.checkpoint.errors import CheckpointError
+from embstore.checkpoint.remote import Upload, is_remote
 from embstore.checkpoint.sources import Counts, Source, table_source
 from embstore.checkpoint.writing import DumpJob, DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
+from embstore.durations import measured
 from embstore.formats.dynamicemb import WRITTEN
 from embstore.ownership import AnyOwnership, Blocks, Ownership
 from embstore.progress import Wanted, shown
@@ -48,7 +50,8 @@ class Pace:
     SHARE = 0.05
     REST = 2.0  # times as long as it worked
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = SHARE) -> None:
+        self._share = share  # of the time, at the usual priority
         self._start = time.monotonic()
         self._spent = 0.0
         self._idle = False
@@ -66,7 +69,7 @@ class Pace:
             self._spent += now - self._mark
         self._mark = now
         if not self._hurry.is_set():
-            self._set(self._spent > self.SHARE * (time.monotonic() - self._start))
+            self._set(self._spent > self._share * (time.monotonic() - self._start))
 
     def hurry(self) -> None:
         """May be called by any thread."""
@@ -87,23 +90,23 @@ class DumpHandle:
     end of the process tells it on stderr.
     """
 
-    def __init__(self, job: DumpJob, ranks: Ranks) -> None:
-        self.path = job.path
+    def __init__(self, job: DumpJob, ranks: Ranks, upload: Upload | None = None) -> None:
+        self.path: Path | str = upload.url if upload else job.path
         self._error: BaseException | None = None
         self._told = False
         self._pace: Pace | None = None
         self._hurry = False
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run, args=(job, ranks), name="embstore-dump")
+        self._thread = threading.Thread(target=self._run, args=(job, ranks, upload), name="embstore-dump")
         _running.append(self)  # first: Ctrl-C may end this call as soon as the thread runs
         self._thread.start()
 
-    def _run(self, job: DumpJob, ranks: Ranks) -> None:
+    def _run(self, job: DumpJob, ranks: Ranks, upload: Upload | None) -> None:
         self._pace = Pace()
         if self._hurry:
             self._pace.hurry()
         try:
-            job.run(ranks, threads=1, between_blocks=self._pace)
+            _write(upload, ranks, lambda: job.run(ranks, threads=1, between_blocks=self._pace))
         except BaseException as error:
             self._error = error
 
@@ -175,6 +178,7 @@ def dump(
     overwrite: bool = False,
     progress: Wanted = False,
     counts: CountsOf | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> DumpHandle | None:
     """Writes tables to a folder: {path}/{collection}/{table}_keys, _values and so on.
 
@@ -197,6 +201,9 @@ def dump(
     Returns:
         A `DumpHandle` with async_, whose `wait` raises what went wrong; else None.
 
+    `path` may be a URL of fsspec, such as "s3://bucket/monday", which gets storage_options. The ranks then
+    write to a temporary folder of rank 0, which all of them have to see, and rank 0 uploads it.
+
     Raises:
         ValueError: an argument is wrong, or ranks disagree about the tables.
         FileExistsError: the folder has files and `overwrite` is False.
@@ -217,17 +224,38 @@ def dump(
         raise ValueError("progress should be False with async_: the handle says when the dump is done")
     ranks = ranks_of(group, "dump()")
     options = DumpOptions(layout, bool(optim), overwrite=overwrite)
+    upload = Upload(str(path), storage_options, overwrite, ranks) if is_remote(path) else None
+    if storage_options and upload is None:
+        raise TypeError(f"storage_options should be given with a URL alone but path is: {path}")
     with shown(progress, "dumping", rank=ranks.rank) as report:
-        sources = snapshot_all(tables, options.optim, ranks, ownership, counts)
-        job = start(Path(path), {ranks.rank: sources}, ranks.world, options, ranks)
+        try:
+            sources = snapshot_all(tables, options.optim, ranks, ownership, counts)
+            folder = upload.folder if upload else Path(path)
+            job = start(folder, {ranks.rank: sources}, ranks.world, options, ranks)
+        except BaseException:
+            if upload:
+                upload.end(ranks)
+            raise
         if not async_:
-            job.run(ranks, min(_core.get_num_threads(), MOST_THREADS), report)
+            threads = min(_core.get_num_threads(), MOST_THREADS)
+            _write(upload, ranks, lambda: job.run(ranks, threads, report))
             return None
-    handle = DumpHandle(job, ranks.background())
+    handle = DumpHandle(job, ranks.background(), upload)
     for named in tables.values():
         for table in named.values():
             table.dumps[:] = [*(dump for dump in table.dumps if dump.failure()), handle]
     return handle
+
+
+def _write(upload: Upload | None, ranks: Ranks, run: Callable[[], None]) -> None:
+    with measured("dump"):
+        try:
+            run()
+            if upload:
+                upload.finish(ranks)
+        finally:
+            if upload:
+                upload.end(ranks)
 
 
 def snapshot_all(

@@ -7,6 +7,7 @@
     trainer                                     server
     log = IncrementLog.create(path, tables)     log = IncrementLog(path); log.load(tables)
     log.append(tables)  # now and then          log.follow(tables)  # applies what is new
+    log.append_every(tables, seconds=1.0)       # or in the background
     log.compact()       # a new base
 
 Every entry is published by rename and names its number and the entry before it, so a gap, a duplicate or
@@ -17,40 +18,77 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from embstore import _core
+from embstore.checkpoint import host_cache
 from embstore.checkpoint.applying import Change, Replacement
 from embstore.checkpoint.drafts import drafts_in, is_unconfirmed, remove_published, remove_unlocked
-from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of, snapshot_all, start
+from embstore.checkpoint.dumping import (
+    MOST_THREADS,
+    OwnershipOf,
+    Tables,
+    ownership_of,
+    snapshot_all,
+    start,
+)
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import interrupts_held, sync_folder
-from embstore.checkpoint.log_entries import facts_of, identities, identity, ownership_in
+from embstore.checkpoint.log_entries import (
+    Entries,
+    entries_in,
+    facts_of,
+    identities,
+    identity,
+    ownership_in,
+    place_of,
+)
 from embstore.checkpoint.merging import rewrite
+from embstore.checkpoint.publishing import Publisher
 from embstore.checkpoint.reading import Dump, verify_all
-from embstore.checkpoint.sources import Source, block_source
+from embstore.checkpoint.remote import Mirror, is_remote, key_of
+from embstore.checkpoint.sources import changes_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
+from embstore.durations import measured
 from embstore.ownership import AnyOwnership, Ownership
 from embstore.progress import Wanted, shown
 
-_ENTRY = re.compile(r"(base|increment)-(\d{12})")
-Entries = dict[str, dict[int, Path]]  # "base" or "increment" -> number -> folder
+# Of the next increment: its facts, whether it has optimizer states, and how keys are spread over ranks.
+Place = tuple[dict[str, Any], bool, dict[str, dict[str, AnyOwnership]]]
 T = TypeVar("T")
 
 
 @dataclass
-class _Attempt:
-    """An append whose end this process has not seen: on the disk or not, `_settle` finds out."""
+class Attempt:
+    """Changes of tables on their way into the log. When this process has not seen the end of it, `settle`
+    finds out whether they are on the disk."""
 
-    number: int
+    number: int = -1
     identity: str = ""
-    taken: list[tuple[Any, Any, Any]] = field(default_factory=list)  # table, changed keys, removed keys
+    taken_ns: int = 0
+    taken: list[tuple[str, TableSpec, Any]] = field(default_factory=list)  # collection, table, snapshot
+
+    def take(self, tables: Tables) -> None:
+        """Takes the changes of all tables. Costs a swap for each, whatever their number."""
+        self.taken_ns = time.time_ns()
+        for collection in sorted(tables):
+            for _, table in sorted(tables[collection].items()):
+                with interrupts_held():  # what is taken and not noted down would be lost
+                    self.taken.append((collection, TableSpec.of(table), table.snapshot_changes()))
+
+    def restore(self) -> None:
+        """Makes the changes part of the next attempt."""
+        while self.taken:
+            self.taken[-1][2].restore()
+            self.taken.pop()
 
 
 class IncrementLog:
@@ -59,7 +97,10 @@ class IncrementLog:
     `applied` is the number that this process's tables are at, -1 for none.
 
     Args:
-        path: folder of the log; `IncrementLog.create` makes a new one.
+        path: folder of the log, or a URL of fsspec such as "s3://bucket/log"; `IncrementLog.create` makes a
+            new one.
+        local: with a URL, the folder that keeps a copy and that all ranks see; by default in ~/.cache.
+        storage_options: with a URL, passed to fsspec.
 
     Raises:
         CheckpointError: an entry is damaged, missing or of another log (in its methods).
@@ -78,31 +119,42 @@ class IncrementLog:
         (1, [7])
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        local: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not is_remote(path) and (local is not None or storage_options):
+            raise TypeError(f"local and storage_options should be given with a URL alone but path is: {path}")
+        self._mirror: Mirror | None = None
+        self._is_writer = False  # the local folder of a remote log is ahead of it, if they differ
         self.path = Path(path)
+        if is_remote(path):
+            url = str(path)
+            self.path = Path(local) if local else host_cache.cache_folder("logs") / key_of(url)
+            self._mirror = Mirror(url, self.path, **(storage_options or {}))
         self.applied = -1
         self._state: frozenset[str] = frozenset()  # identities of what the tables are at
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
+        self._publisher: Publisher | None = None  # while `append_every` runs
         self._optim = True  # whether the tables get the optimizer states
 
     # ---- what there is
 
-    @staticmethod
-    def place_of(name: str) -> tuple[int, str] | None:
-        """Number and kind of an entry of this name; None where it is no entry."""
-        match = _ENTRY.fullmatch(name)
-        return (int(match[2]), match[1]) if match else None
-
     def entries(self) -> Entries:
         """Published entries by kind ("base", "increment") and number."""
-        found: Entries = {"base": {}, "increment": {}}
-        if not self.path.is_dir():
-            raise FileNotFoundError(f"path should be the folder of an increment log but is: {self.path}")
-        for folder in self.path.iterdir():
-            match = _ENTRY.fullmatch(folder.name)
-            if match:
-                found[match[1]][int(match[2])] = folder
-        return found
+        return entries_in(self.path)
+
+    def refresh(self) -> None:
+        """Makes the local copy of a remote log and the log alike. A process that appends is ahead of it."""
+        if self._mirror is None:
+            return
+        if self._is_writer:
+            self._mirror.push()
+        else:
+            self._mirror.pull()
 
     def chain(self) -> list[Dump]:
         """The newest base and all increments after it, in order; each is the successor of the one before.
@@ -110,6 +162,7 @@ class IncrementLog:
         Raises CheckpointError when a number is missing, or when an entry is not what its name says. May be
         called while others append and compact.
         """
+        self.refresh()
         return self._steady(self._chain)
 
     def _steady(self, read: Callable[[Entries], T]) -> T:
@@ -164,6 +217,7 @@ class IncrementLog:
 
     def last(self) -> int:
         """The number of the newest entry."""
+        self.refresh()
         return _last(self.entries())
 
     # ---- the trainer
@@ -176,14 +230,22 @@ class IncrementLog:
         optim: bool = True,
         group: Any = None,
         ownership: OwnershipOf = Ownership.ROUNDROBIN,
+        local: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> IncrementLog:
         """Writes the tables as number 0 of a new log and keeps track of their changes from now on."""
-        log, ranks = IncrementLog(path), ranks_of(group, "IncrementLog.create()")
+        ranks = ranks_of(group, "IncrementLog.create()")
+        log = ranks.together(lambda: IncrementLog(path, local=local, storage_options=storage_options))
         base = log._entry("base", 0)
 
         def check() -> str:
+            if log._mirror is not None:
+                if log._mirror.published():
+                    raise FileExistsError(f"path should not have an increment log yet but has: {path}")
+                if local is None:  # of a log that was there before
+                    shutil.rmtree(log.path, ignore_errors=True)
             names = [p.name for p in log.path.iterdir()] if log.path.is_dir() else []
-            if any(_ENTRY.fullmatch(n) and n != base.name for n in names) or (
+            if any(place_of(n) and n != base.name for n in names) or (
                 base.name in names and not is_unconfirmed(base)
             ):
                 raise FileExistsError(f"path should not have an increment log yet but has: {log.path}")
@@ -196,6 +258,8 @@ class IncrementLog:
             options = DumpOptions("v1a", optim, facts)
             job = start(base, {ranks.rank: sources}, ranks.world, options, ranks)
             job.run(ranks)
+            log._is_writer = True
+            ranks.lead(log.refresh)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # of a table that is closed
                 track(tables, False)
@@ -213,33 +277,78 @@ class IncrementLog:
         changes are part of the next increment, unless the increment was published nevertheless, which the
         next call finds out.
         """
+        self._require_no_publisher("append")
         ranks = ranks_of(group, "IncrementLog.append()")
-        self._settle(ranks)
-        facts, optim, ownership = ranks.lead(lambda: self._steady(self._successor))
-        number = int(facts["number"])
-        attempt = self._attempt = _Attempt(number)
-        sources: list[Source] = []
+        self.settle(ranks)
+        place = self.place(ranks)
+        attempt = self._attempt = Attempt()
+        ranks.agree(lambda: attempt.take(tables))
+        return self.publish(attempt, place, ranks, min(_core.get_num_threads(), MOST_THREADS))
 
-        def take() -> None:
-            for collection in sorted(tables):
-                for _, table in sorted(tables[collection].items()):
-                    spec = TableSpec.of(table)
-                    with interrupts_held():  # what is taken and not noted down would be lost
-                        rows, removed, shared = table.take_all_changes()
-                        attempt.taken.append((table, rows.keys, removed))
-                    by = ownership_of(ownership, collection, table.name)
-                    kept = shared if spec.shared_rows else None
-                    sources.append(block_source(collection, spec, len(rows), [rows], removed, by, kept))
+    def place(self, ranks: Ranks) -> Place:
+        """Of the next increment. Raises CheckpointError when the tables are not at the last entry."""
+        return ranks.lead(lambda: self._steady(self._successor))
 
-        ranks.agree(take)
-        path = self._entry("increment", number)
-        job = start(path, {ranks.rank: sources}, ranks.world, DumpOptions("v1a", optim, facts), ranks)
-        attempt.identity = job.id
-        job.run(ranks)
-        self._at(number, frozenset({job.id}))
-        return number
+    def publish(
+        self,
+        attempt: Attempt,
+        place: Place,
+        ranks: Ranks,
+        threads: int = 1,
+        between_blocks: Callable[[], None] | None = None,
+    ) -> int:
+        """Writes changes that were taken at one moment on all ranks; returns the number of the increment."""
+        self._attempt = attempt
+        with measured("append"):
+            facts, optim, ownership = place
+            attempt.number = int(facts["number"])
+            sources = [
+                changes_source(collection, spec, changes, ownership_of(ownership, collection, spec.name))
+                for collection, spec, changes in attempt.taken
+            ]
+            options = DumpOptions("v1a", optim, facts, taken_ns=attempt.taken_ns)
+            path = self._entry("increment", attempt.number)
+            job = start(path, {ranks.rank: sources}, ranks.world, options, ranks)
+            attempt.identity = job.id
+            job.run(ranks, threads, between_blocks=between_blocks)
+            self._at(attempt.number, frozenset({job.id}))
+            ranks.lead(self.refresh)  # what fails to get there goes with the next one
+        return self.applied
 
-    def _successor(self, entries: Entries) -> tuple[dict[str, Any], bool, dict[str, dict[str, AnyOwnership]]]:
+    def append_every(
+        self,
+        tables: Tables,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        compact_after: int | None = None,
+        group: Any = None,
+    ) -> Publisher:
+        """Appends in the background, on all ranks: after so many steps or seconds, whichever comes first.
+
+        `step()` of the result is called after each training step, by all ranks alike. At a step that the
+        ranks agreed on it notes which rows changed, without copying them; a thread of its own writes them
+        while training goes on. An append that takes longer than the interval delays the next one. `close`,
+        or the end of the block, appends what is left. With compact_after, another process compacts the log
+        whenever so many increments have come since the base.
+
+        A failure is raised by `step` as CheckpointError, on all ranks at one step, or else by `close`. The
+        changes are then part of the next increment.
+
+            with log.append_every(tables, seconds=1.0, compact_after=100) as publisher:
+                for batch in batches:
+                    train(batch)
+                    publisher.step()
+        """
+        self._require_no_publisher("append_every")
+        self._publisher = Publisher(self, tables, steps, seconds, compact_after, group)
+        return self._publisher
+
+    def _require_no_publisher(self, call: str) -> None:
+        if self._publisher is not None and self._publisher.is_open:
+            raise RuntimeError(f"{call} should not be called while append_every publishes to {self.path}")
+
+    def _successor(self, entries: Entries) -> Place:
         self._newest_base(entries)
         number = _last(entries)
         kind = "increment" if number in entries["increment"] else "base"
@@ -253,7 +362,7 @@ class IncrementLog:
         assert of is not None
         return {"log": facts["log"], "number": number + 1, "previous": of.dump}, of.optim, ownership_in(last)
 
-    def _settle(self, ranks: Ranks) -> None:
+    def settle(self, ranks: Ranks) -> None:
         """After an append that was interrupted: its increment is there, or its changes are taken up again."""
         attempts = [
             a for a in ranks.gather(self._attempt and (self._attempt.number, self._attempt.identity)) if a
@@ -272,8 +381,8 @@ class IncrementLog:
         if ranks.lead(published):
             self._at(number, frozenset({expected}))
             return
-        for table, changed, removed in self._attempt.taken if self._attempt else []:
-            table.restore_changes(changed, removed)
+        if self._attempt is not None:
+            self._attempt.restore()
         self._attempt = None
 
     # ---- the server, or a trainer that starts again
@@ -290,7 +399,10 @@ class IncrementLog:
         """
         if writable and not optim:
             raise ValueError("optim should be True with writable: a trainer needs the optimizer states")
+        self._require_no_publisher("load")
         ranks = ranks_of(group, "IncrementLog.load()")
+        self._is_writer = False
+        ranks.agree(self.refresh)
 
         def build() -> tuple[Replacement, int, frozenset[str]]:
             first, last = ranks.lead(lambda: self._steady(self._span))
@@ -311,6 +423,7 @@ class IncrementLog:
         self._optim = optim
         if writable:
             ranks.agree(lambda: track(tables))
+            self._is_writer = True
         return self.applied
 
     def _span(self, entries: Entries) -> tuple[int, int]:
@@ -333,6 +446,7 @@ class IncrementLog:
         again. Where increments were compacted away, the tables are loaded from the base.
         """
         ranks = ranks_of(group, "IncrementLog.follow()")
+        ranks.agree(self.refresh)
 
         def plan() -> list[int] | None:
             return self._steady(self._news)
@@ -373,6 +487,10 @@ class IncrementLog:
         compaction, so that whoever reads it can finish. `progress` is True for a bar of tqdm, or a function
         of (bytes done, bytes in all).
         """
+        with measured("compact"):
+            return self._compact(progress)
+
+    def _compact(self, progress: Wanted) -> int:
         chain = self.chain()
         with shown(progress, "verifying") as report:
             verify_all(chain, report)
@@ -385,6 +503,8 @@ class IncrementLog:
                 base = self._entry("base", number)
                 rewrite(chain[0], chain[1:], base, increment=following, progress=report)
         self.clean()
+        if self._mirror is not None:
+            self._mirror.push()
         return number
 
     def clean(self) -> None:
@@ -400,14 +520,15 @@ class IncrementLog:
                 remove_published(path)
         last = _last(entries)
         for draft in drafts_in(self.path):
-            match = _ENTRY.match(draft.name, 1)
+            place = place_of(draft.name[1:].split(".partial-")[0])
             # The next increment may be on its way, from a machine whose locks are not seen here.
-            if match and (match[1] == "base" or int(match[2]) <= last):
+            if place and (place[1] == "base" or place[0] <= last):
                 remove_unlocked(draft)
         sync_folder(self.path)
 
     def verify(self) -> int:
         """Reads everything that counts; returns how many bytes were right."""
+        self.refresh()
         return self._steady(lambda entries: sum(dump.verify() for dump in self._chain(entries)))
 
 

@@ -23,9 +23,11 @@ from embstore.checkpoint.fitting import Match, TakeCounts, fit
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import Array, Choose, Pieces
 from embstore.checkpoint.reading import Dump, DumpTable, verify
+from embstore.checkpoint.remote import RemoteFolder, is_remote, local_copy
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import Ranks, ranks_of
+from embstore.durations import measured
 from embstore.options import ScoreStrategy
 from embstore.ownership import Ownership, owner
 from embstore.progress import Progress, Wanted, shown
@@ -47,6 +49,7 @@ def load(
     allow_other_optimizer: bool = False,
     counts: Mapping[str, Mapping[str, TakeCounts]] | None = None,
     progress: Wanted = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Reads tables from a dump: rows of keys that are there are replaced, others are added.
 
@@ -71,6 +74,8 @@ def load(
         CheckpointError: the dump is damaged or does not fit; no row has changed.
         FileNotFoundError: `path` is no folder.
 
+    `path` may be a URL of fsspec, which gets storage_options; each host downloads the dump once.
+
     Examples:
         >>> import embstore, tempfile
         >>> table = embstore.Table("user", dim=2)
@@ -83,11 +88,46 @@ def load(
         [-1, 7]
     """
     ranks = ranks_of(group, "load()")
+    with measured("load"), contextlib.ExitStack() as stack:
+        if is_remote(path):
+            remote = ranks.together(lambda: RemoteFolder(str(path), **(storage_options or {})))
+            document = ranks.lead(remote.require_current)  # the same for all, whatever comes meanwhile
+            folder = ranks.together(lambda: stack.enter_context(local_copy(remote, document)))
+        elif storage_options:
+            raise TypeError(f"storage_options should be given with a URL alone but path is: {path}")
+        else:
+            folder = Path(path)
+        _load(
+            folder,
+            tables,
+            optim,
+            ranks,
+            ownership,
+            check,
+            allow_missing,
+            allow_other_optimizer,
+            counts,
+            progress,
+        )
+
+
+def _load(
+    path: Path,
+    tables: Tables,
+    optim: bool,
+    ranks: Ranks,
+    ownership: OwnershipOf,
+    check: bool,
+    allow_missing: bool,
+    allow_other_optimizer: bool,
+    counts: Mapping[str, Mapping[str, TakeCounts]] | None,
+    progress: Wanted,
+) -> None:
     matches: list[Match] = []
     absent: list[tuple[str, Path]] = []
 
     def open_all() -> None:
-        found, missing = find_tables(Path(path), tables, optim)
+        found, missing = find_tables(path, tables, optim)
         if missing and not allow_missing:
             raise CheckpointError(f"{missing[0][1]}: is missing, {missing[0][0]} is not in the dump")
         absent.extend(missing)
@@ -145,7 +185,7 @@ def load(
         if ranks.rank == 0:
             match.warn()
     for what, file in absent if ranks.rank == 0 else []:
-        warnings.warn(f"{what} is not in the dump and keeps its rows: {file} is missing", stacklevel=2)
+        warnings.warn(f"{what} is not in the dump and keeps its rows: {file} is missing", stacklevel=3)
 
 
 def find_tables(

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.reading import Dump
 from embstore.ownership import AnyOwnership
+
+_ENTRY = re.compile(r"(base|increment)-(\d{12})")
+Entries = dict[str, dict[int, Path]]  # "base" or "increment" -> number -> folder
+
+
+def place_of(name: str) -> tuple[int, str] | None:
+    """Number and kind of an entry of this name; None where it is no entry."""
+    match = _ENTRY.fullmatch(name)
+    return (int(match[2]), match[1]) if match else None
+
+
+def entries_in(path: Path) -> Entries:
+    """Published entries of the log in a folder."""
+    found: Entries = {"base": {}, "increment": {}}
+    if not path.is_dir():
+        raise FileNotFoundError(f"path should be the folder of an increment log but is: {path}")
+    for folder in path.iterdir():
+        if place := place_of(folder.name):
+            found[place[1]][place[0]] = folder
+    return found
 
 
 def facts_of(dump: Dump, number: int | None = None) -> dict[str, Any]:

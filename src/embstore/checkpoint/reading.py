@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -357,11 +358,13 @@ def verify(
     return total
 
 
-def open_dump(path: str | os.PathLike[str]) -> Dump:
+def open_dump(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Dump:
     """Opens a dump of any layout for reading, without building tables.
 
     Args:
-        path: the folder that was given to `dump`, or the folder of one collection in it.
+        path: the folder that was given to `dump`, or the folder of one collection in it. A URL of fsspec is
+            downloaded to the cache of this host first.
+        storage_options: with a URL, passed to fsspec.
 
     Returns:
         A mapping: `open_dump(path)[collection][table]` has keys, values, scores, `find` and `to_arrow`.
@@ -381,4 +384,9 @@ def open_dump(path: str | os.PathLike[str]) -> Dump:
         >>> vectors.tolist(), found.tolist()
         ([[1.0, 2.0], [0.0, 0.0]], [True, False])
     """
-    return Dump(Path(path))
+    from embstore.checkpoint.remote import RemoteFolder, is_remote, local_copy
+
+    if not is_remote(path):
+        return Dump(Path(path))
+    with local_copy(RemoteFolder(str(path), **(storage_options or {}))) as folder:
+        return Dump(folder)

@@ -6,23 +6,31 @@
 
 Object stores have no rename, so the small file decides: what it names is complete, and writing it again swaps
 the whole folder in one step. A log is a folder of such entries; `Mirror` keeps it and a local folder alike.
+`dump`, `load`, `open_dump`, `IncrementLog` and `Reader` take such URLs.
 
 Needs the extra `remote`, pip install 'embstore[remote]', and the package of the file system (s3fs, gcsfs).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import secrets
 import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from embstore.checkpoint import host_cache
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_crc32, parse_json, sealed, unsealed
-from embstore.checkpoint.increments import IncrementLog
+from embstore.checkpoint.log_entries import entries_in, place_of
+from embstore.checkpoint.manifest import NAME as MANIFEST
+from embstore.distributed.ranks import Ranks
 
 MARKER = "embstore-current.json"
 FORMAT = "embstore-remote"
@@ -111,14 +119,20 @@ class RemoteFolder:
         if before is not None:
             self._remove(before["folder"])
 
-    def download(self, local: Path) -> None:
-        """Copies what is published to a new local folder, which appears once every checksum was right.
-
-        Raises FileNotFoundError when nothing is published, CheckpointError when a file is damaged.
-        """
+    def require_current(self) -> dict[str, Any]:
+        """What the marker says. Raises FileNotFoundError when nothing is published."""
         document = self.current()
         if document is None:
             raise FileNotFoundError(f"path should be a dump or a log but is: {self.url}")
+        return document
+
+    def download(self, local: Path, document: dict[str, Any] | None = None) -> None:
+        """Copies what is published, or was when the marker said `document`, to a new local folder, which
+        appears once every checksum was right.
+
+        Raises FileNotFoundError when nothing is published, CheckpointError when a file is damaged.
+        """
+        document = document or self.require_current()
         draft = Draft(local)
         with draft.publishing():
 
@@ -148,10 +162,71 @@ class RemoteFolder:
             return
         self._fs.rm_file(self._at(MARKER))
         self._remove(document["folder"])
+        with contextlib.suppress(OSError):  # an object store has no folders
+            self._fs.rmdir(self._root)
 
     def _remove(self, folder: str) -> None:
         if self._fs.exists(self._at(folder)):
             self._fs.rm(self._at(folder), recursive=True)
+
+
+def key_of(url: str) -> str:
+    """Of the entries of a URL in the cache of a host."""
+    return hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def local_copy(
+    remote: RemoteFolder, document: dict[str, Any] | None = None, cache: Path | None = None
+) -> Iterator[Path]:
+    """The files of a remote dump or base on this host. The first process downloads them for all, and removes
+    earlier versions. They stay while the block runs; files that are mapped by then, for longer."""
+    document = document or remote.require_current()
+    cache = cache or host_cache.cache_folder("remote")
+    prefix = f"remote-{key_of(remote.url)}-"
+    entry = cache / f"{prefix}{document['folder']}"
+    host_cache.sweep(cache)
+    while True:
+        # Whoever sweeps the entry may remove the lock under which another process downloads it.
+        with host_cache.locked(entry), contextlib.suppress(FileExistsError):
+            if not entry.is_dir():
+                remote.download(entry, document)
+        with host_cache.locked(entry, shared=True):
+            if not entry.is_dir():  # taken for an earlier version in between
+                continue
+            for lock in cache.glob(f"{prefix}*.lock"):
+                if lock.name != f"{entry.name}.lock":
+                    host_cache.remove(lock.with_name(lock.name.removesuffix(".lock")))
+            yield entry
+            return
+
+
+class Upload:
+    """A dump to a URL: all ranks write it to a folder that they share, then rank 0 uploads it.
+
+    The folder is a temporary one of rank 0 (TMPDIR names its place).
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None, overwrite: bool, ranks: Ranks) -> None:
+        def prepare() -> str:
+            if not overwrite and RemoteFolder(url, **(options or {})).current() is not None:
+                raise FileExistsError(f"path should not be there yet but is: {url}")
+            return tempfile.mkdtemp(prefix="embstore-")
+
+        self.url = url
+        self._options, self._overwrite = dict(options or {}), overwrite
+        self._spool = Path(ranks.lead(prepare))
+        self.folder = self._spool / "dump"
+
+    def finish(self, ranks: Ranks) -> None:
+        """Publishes the folder, once it is complete."""
+        ranks.lead(
+            lambda: RemoteFolder(self.url, **self._options).upload(self.folder, overwrite=self._overwrite)
+        )
+
+    def end(self, ranks: Ranks) -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(self._spool, ignore_errors=True)
 
 
 class Mirror:
@@ -165,46 +240,84 @@ class Mirror:
 
     def __init__(self, url: str, local: str | os.PathLike[str], **storage_options: Any) -> None:
         self.remote = RemoteFolder(url, **storage_options)
-        self.log = IncrementLog(local)
+        self.path = Path(local)
+        self._same: set[str] = set()  # entries that are known to be the same here and there
+
+    def _is_same(self, name: str) -> bool:
+        """Whether the entry is the same one here and there, by what its manifests say."""
+        if name in self._same:
+            return True
+        there = self.remote.child(name).current()
+        here = sorted((self.path / name).rglob(MANIFEST))
+        if there is None or {
+            path.relative_to(self.path / name).as_posix(): file_crc32(path) for path in here
+        } != {of: facts["crc32"] for of, facts in there["files"].items() if of.endswith(MANIFEST)}:
+            return False
+        self._same.add(name)
+        return True
 
     def _local(self) -> dict[str, Path]:
-        if not self.log.path.is_dir():
+        if not self.path.is_dir():
             return {}
-        return {path.name: path for named in self.log.entries().values() for path in named.values()}
+        return {path.name: path for named in entries_in(self.path).values() for path in named.values()}
 
-    def _published(self) -> list[str]:
-        names = [name for name in self.remote.names() if IncrementLog.place_of(name)]
+    def published(self) -> list[str]:
+        """Names of the entries of the remote log."""
+        names = [name for name in self.remote.names() if place_of(name)]
         return [name for name in names if self.remote.child(name).current() is not None]
 
     @staticmethod
     def _place(name: str) -> tuple[int, str]:
-        place = IncrementLog.place_of(name)
+        place = place_of(name)
         assert place is not None
         return place
 
     def push(self) -> list[str]:
-        """Uploads the entries that the remote log lacks, in order, then removes there what is gone here."""
-        local, published = self._local(), self._published()
-        new = sorted(set(local) - set(published), key=self._place)
+        """Uploads what the remote log lacks, in order, then removes what no reader needs there."""
+        local, published = self._local(), self.published()
+        for name in sorted(set(local) & set(published), key=self._place):
+            if not self._is_same(name):
+                raise CheckpointError(
+                    f"{self.remote.url}: {name} was written by another process; load the log first"
+                )
+        bases = sorted(n for n, kind in map(self._place, {*local, *published}) if kind == "base")
+        kept = bases[-2:][0] if bases else -1
+
+        def is_needed(name: str) -> bool:  # the rule of IncrementLog.clean
+            number, kind = self._place(name)
+            return number >= kept if kind == "base" else number > kept
+
+        new = sorted((name for name in set(local) - set(published) if is_needed(name)), key=self._place)
         for name in new:
             self.remote.child(name).upload(local[name])
-        for name in set(published) - set(local) if local else ():
-            self.remote.child(name).remove()
+            self._same.add(name)
+        for name in published:
+            if not is_needed(name):
+                self.remote.child(name).remove()
         return new
 
     def pull(self) -> list[str]:
-        """Downloads the newest base and the increments after it as far as they are missing here."""
-        published = sorted(self._published(), key=self._place)
+        """Downloads the newest base and the increments after it as far as they are missing here.
+
+        Raises FileNotFoundError when there is no log.
+        """
+        with host_cache.locked(self.path):  # one process of a host at a time
+            return self._pull()
+
+    def _pull(self) -> list[str]:
+        published = sorted(self.published(), key=self._place)
         bases = [name for name in published if name.startswith("base-")]
         if not bases:
             raise FileNotFoundError(f"path should be an increment log but is: {self.remote.url}")
         first = self._place(bases[-1])[0]
         wanted = [bases[-1], *(n for n in published if self._place(n) > (first, "increment"))]
         local = self._local()
-        self.log.path.mkdir(parents=True, exist_ok=True)
-        new = [name for name in wanted if name not in local]
+        self.path.mkdir(parents=True, exist_ok=True)
+        new = [name for name in wanted if name not in local or not self._is_same(name)]
         for name in new:
-            self.remote.child(name).download(self.log.path / name)
+            shutil.rmtree(self.path / name, ignore_errors=True)
+            self.remote.child(name).download(self.path / name)
+            self._same.add(name)
         for name in set(local) - set(wanted):
             shutil.rmtree(local[name], ignore_errors=True)
         return new

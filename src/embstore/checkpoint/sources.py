@@ -24,7 +24,7 @@ Counts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # keys and how oft
 @dataclass(frozen=True)
 class Source:
     """Rows of a table that one rank writes: how many, and a reader that several threads may call until
-    it fills a buffer with no more rows. `removed` are the tombstones of an increment. Of keys that have no
+    it fills a buffer with no more rows. `gone` gives the tombstones of an increment. Of keys that have no
     row yet, `admission` is the filter of the table (Table.admission_counters) and `counts` are keys and
     frequencies of a counter beside it, if there are any."""
 
@@ -33,7 +33,7 @@ class Source:
     count: Callable[[], int]  # may take long: over a store it lists the keys
     read: Callable[[Rows], int]
     end: Callable[[], None] = lambda: None
-    removed: npt.NDArray[np.int64] | None = None
+    gone: Callable[[], npt.NDArray[np.int64]] | None = None  # may take long, too
     ownership: AnyOwnership = Ownership.ROUNDROBIN
     admission: npt.NDArray[np.uint16] | None = None
     counts: Counts | None = None
@@ -47,30 +47,21 @@ class Source:
     def rows(self) -> int:
         return self.count()
 
+    @cached_property
+    def removed(self) -> npt.NDArray[np.int64] | None:
+        return None if self.gone is None else self.gone()
+
 
 def table_source(
     collection: str, table: Table, optim: bool, ownership: AnyOwnership, counts: Counts | None = None
 ) -> Source:
     """The rows of a table, and of the store below it, as they are now, whatever happens to them later."""
     snapshot: list[Any] = [table.snapshot()]
-
-    def read(buffer: Rows) -> int:
-        return int(
-            snapshot[0].read(
-                len(buffer.keys),
-                address(buffer.keys),
-                address(buffer.values),
-                address(buffer.states) if optim and table.state_width else 0,
-                address(buffer.scores),
-                uses=0 if buffer.uses is None else address(buffer.uses),
-            )
-        )
-
     return Source(
         collection,
         TableSpec.of(table),
         lambda: int(snapshot[0].rows),
-        read,
+        lambda buffer: _read(snapshot[0], buffer),
         snapshot.clear,
         ownership=ownership,
         admission=table.admission_counters(),
@@ -79,12 +70,38 @@ def table_source(
     )
 
 
+def changes_source(collection: str, spec: TableSpec, snapshot: Any, ownership: AnyOwnership) -> Source:
+    """What a snapshot of changes has. The snapshot can still put its changes back after the end."""
+    return Source(
+        collection,
+        spec,
+        lambda: int(snapshot.rows),
+        lambda buffer: _read(snapshot, buffer),
+        snapshot.detach,
+        gone=snapshot.removed,
+        ownership=ownership,
+        shared=Rows(*snapshot.shared) if spec.shared_rows else None,
+    )
+
+
+def _read(snapshot: Any, buffer: Rows) -> int:
+    return int(
+        snapshot.read(
+            len(buffer.keys),
+            address(buffer.keys),
+            address(buffer.values),
+            address(buffer.states) if buffer.states.shape[1] else 0,
+            address(buffer.scores),
+            uses=0 if buffer.uses is None else address(buffer.uses),
+        )
+    )
+
+
 def block_source(
     collection: str,
     spec: TableSpec,
     rows: int,
     blocks: Iterable[Rows],
-    removed: npt.NDArray[np.int64] | None = None,
     ownership: AnyOwnership = Ownership.ROUNDROBIN,
     shared: Rows | None = None,
 ) -> Source:
@@ -111,7 +128,7 @@ def block_source(
                 rest.append(block[n:])
             return n
 
-    return Source(collection, spec, lambda: rows, read, removed=removed, ownership=ownership, shared=shared)
+    return Source(collection, spec, lambda: rows, read, ownership=ownership, shared=shared)
 
 
 def block_rows(spec: TableSpec) -> int:

@@ -109,6 +109,7 @@ class DumpOptions:
     optim: bool
     increment: dict[str, Any] = field(default_factory=dict)
     overwrite: bool = False
+    taken_ns: int = 0  # the moment of the sources; 0: now
 
 
 class DumpJob:
@@ -131,7 +132,10 @@ class DumpJob:
         self._between_blocks: Callable[[], None] | None = None
         names: dict[int, list[tuple[str, str]]] = {}
         answers = ranks.agree(
-            lambda: (time.time_ns(), {r: [s.name for s in sources] for r, sources in parts.items()})
+            lambda: (
+                options.taken_ns or time.time_ns(),
+                {r: [s.name for s in sources] for r, sources in parts.items()},
+            )
         )
         self._taken_ns = answers[0][0]
         for _, answer in answers:

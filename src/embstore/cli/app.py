@@ -23,6 +23,7 @@ from rich.console import Console
 
 import embstore
 from embstore.checkpoint.errors import CheckpointError, NotADumpError
+from embstore.checkpoint.remote import RemoteFolder, is_remote, local_copy
 from embstore.cli import WRONG_USE, missing_extra
 from embstore.formats.columns import Columns
 from embstore.progress import Bar, Progress, bar
@@ -34,9 +35,6 @@ DIFFERENT, DAMAGED = 1, 3
 PATIENCE_SECONDS = 1.0  # work that takes longer shows that it goes on
 WIDTH = 80
 
-DumpPath = Annotated[
-    Path, typer.Argument(help="the folder of a dump, of one of its collections, or of a log")
-]
 Target = Annotated[Path, typer.Argument(help="the folder to write; not there yet")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 OneTable = Annotated[str, typer.Option("--table", help="only tables of this name, or collection/name")]
@@ -80,6 +78,30 @@ def refusals(as_json: bool = False) -> Iterator[None]:
         raise refused("no memory", f"not enough memory: {error}", WRONG_USE, as_json) from error
     except (ValueError, OSError) as error:
         raise refused("wrong use", str(error), WRONG_USE, as_json) from error
+
+
+def _local(text: str) -> Path:
+    """The folder of a dump or a log. One at a URL is downloaded to the cache of this host first."""
+    if not is_remote(text):
+        return Path(text)
+    with refusals():
+        remote = RemoteFolder(text)
+        if (published := remote.current()) is not None:
+            with local_copy(remote, published) as folder:
+                return folder
+        log = embstore.IncrementLog(text)
+        log.refresh()
+        return log.path
+
+
+DumpPath = Annotated[
+    Path,
+    typer.Argument(
+        parser=_local,
+        metavar="PATH",
+        help="the folder or URL of a dump or of a log, or the folder of one of its collections",
+    ),
+]
 
 
 def refused(kind: str, message: str, code: int, as_json: bool) -> typer.Exit:

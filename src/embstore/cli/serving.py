@@ -17,7 +17,7 @@ from embstore.cli.app import Json, app, refusals, working
 
 @app.command()
 def serve(
-    path: Annotated[Path, typer.Argument(help="the folder of a dump, a log or a prepared base")],
+    path: Annotated[str, typer.Argument(help="the folder or URL of a dump, a log or a prepared base")],
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the port to listen on")] = 8200,
     workers: Annotated[int, typer.Option(help="processes; they share the memory of the rows")] = 1,

@@ -152,8 +152,9 @@ class Ranks:
     def report(self, error: BaseException) -> None:
         """Leaves word of a failure that no exchange carries: others that wait in vain will name it."""
 
-    def background(self) -> Ranks:
-        """The same ranks for another thread: its messages do not meet those of this one."""
+    def background(self, purpose: str = "background") -> Ranks:
+        """The same ranks for another thread: its messages do not meet those of this one, nor those of
+        threads with another purpose."""
         return self
 
     def _verdict(self, payload: bytes, error: BaseException | None, what: str) -> list[Any]:
@@ -258,8 +259,8 @@ class TorchRanks(Ranks):
         with self._watching(what):
             self._group._allgather_base(out, rows).wait()
 
-    def background(self) -> Ranks:
-        return TorchRanks(self._base, "background", self.call)
+    def background(self, purpose: str = "background") -> Ranks:
+        return TorchRanks(self._base, purpose, self.call)
 
     # ---- ranks that do not come
 

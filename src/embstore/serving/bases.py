@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ import numpy.typing as npt
 
 from embstore import _core, initializers
 from embstore.arrays import address
+from embstore.checkpoint import host_cache
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import read_sealed, sealed, write_durably
@@ -364,11 +363,6 @@ def _with_shared_file(
 # ---- the cache of a host
 
 
-def default_cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "embstore" / "serving"
-
-
 def cached_base(dump: Dump, dtype: RowDType, missing: str, cache: Path) -> Base:
     """The base of a dump from the cache, made first where it is missing or damaged.
 
@@ -379,10 +373,10 @@ def cached_base(dump: Dump, dtype: RowDType, missing: str, cache: Path) -> Base:
         raise CheckpointError(f"{dump.path}: has no manifest, so its files cannot be verified")
     if not re.fullmatch(r"[0-9a-f]{1,64}", of.dump):
         raise CheckpointError(f"{dump.path}: its manifest names the dump {of.dump!r}, not hex digits")
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = cache / f"{of.dump}-{dtype.name.lower()}"
     rows_inside = dtype != RowDType.FLOAT32
-    with _locked(folder):
+    host_cache.sweep(cache)
+    with host_cache.locked(folder):
         try:
             return open_base(folder, missing, None if rows_inside else dump)
         except (CheckpointError, FileNotFoundError):
@@ -393,18 +387,6 @@ def cached_base(dump: Dump, dtype: RowDType, missing: str, cache: Path) -> Base:
         return open_base(folder, missing, None if rows_inside else dump)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    fd = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
 def drop_cached(dump_id: str, dtype: RowDType, cache: Path) -> None:
     """Removes a base that its log has replaced. Processes that still map it are not disturbed."""
-    folder = cache / f"{dump_id}-{dtype.name.lower()}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)
+    host_cache.remove(cache / f"{dump_id}-{dtype.name.lower()}")

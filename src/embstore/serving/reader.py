@@ -9,8 +9,6 @@ replaces the old one in a single assignment, so lookups take no lock and never s
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import threading
 import time
@@ -24,16 +22,16 @@ import numpy as np
 
 from embstore.arrays import Array, address, as_floats, as_keys, empty_floats
 from embstore.checkpoint.errors import CheckpointError
+from embstore.checkpoint.host_cache import cache_folder
 from embstore.checkpoint.increments import IncrementLog
 from embstore.checkpoint.reading import Dump, open_dump
-from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote
+from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote, key_of, local_copy
 from embstore.checkpoint.writing import removed_file
 from embstore.options import as_enum
 from embstore.serving.bases import (
     RowDType,
     Tables,
     cached_base,
-    default_cache,
     drop_cached,
     increment_parts,
     is_base,
@@ -42,8 +40,7 @@ from embstore.serving.bases import (
     shared_of,
     with_shared,
 )
-
-logger = logging.getLogger("embstore.serving")
+from embstore.serving.watching import Watch
 
 
 @dataclass(frozen=True)
@@ -152,16 +149,16 @@ class Reader:
             raise ValueError(f"missing should be 'zero' or 'initial' but is: {missing!r}")
         self._dtype = as_enum(RowDType, "dtype", dtype)
         self._missing = missing
-        self._cache = default_cache() if cache is None else Path(cache)
+        self._cache = cache_folder("serving") if cache is None else Path(cache)
         self._mirror: Mirror | None = None
-        self.path = self._local_copy(str(path), options) if is_remote(path) else Path(path)
+        self.path = Path(path)
         self._log: IncrementLog | None = None
         self._seen: tuple[int, int] | None = None
         self._following = threading.Lock()  # one follower at a time; lookups do not take it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.error: Exception | None = None
-        self._state = self._open()
+        self._state = self._open_remote(str(path), options) if is_remote(path) else self._open()
 
     # ---- lookups
 
@@ -203,18 +200,25 @@ class Reader:
                 self._seen = None
                 raise CheckpointError(f"{self.path}: {error}") from error
 
-    def start(self, interval_seconds: float = 0.1) -> None:
+    def start(self, interval_seconds: float = 0.1, *, warn_age_seconds: float | None = None) -> None:
         """Follows the log in a background thread, looking for news this often.
 
-        A failure is logged once, kept in `error`, and tried again; `error` is None when all is well.
+        A failure is kept in `error` and tried again; `error` is None when all is well. The logger
+        "embstore.serving" says when the reader is stuck, again every minute, when increments come faster than
+        they can be applied, and, with warn_age_seconds, when the served state is older than that.
         """
         if not interval_seconds > 0:
             raise ValueError(f"interval_seconds should be above 0 but is: {interval_seconds!r}")
+        if warn_age_seconds is not None and not warn_age_seconds > 0:
+            raise ValueError(f"warn_age_seconds should be above 0 but is: {warn_age_seconds!r}")
         if self._thread is not None:
             raise RuntimeError("the reader follows its log already")
         self._stop.clear()
         self._thread = threading.Thread(
-            target=self._run, args=(interval_seconds,), name="embstore-reader", daemon=True
+            target=self._run,
+            args=(interval_seconds, Watch(warn_age_seconds)),
+            name="embstore-reader",
+            daemon=True,
         )
         self._thread.start()
 
@@ -231,34 +235,31 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, interval_seconds: float) -> None:
+    def _run(self, interval_seconds: float, watch: Watch) -> None:
         while not self._stop.wait(interval_seconds):
             try:
-                self.follow()
+                news = self.follow()
             except Exception as error:
-                if str(error) != str(self.error):
-                    logger.error("stays at state %d: %s", self._state.number, error)
+                watch.failed(self._state.number, error)
                 self.error = error
             else:
-                if self.error is not None:
-                    logger.info("follows again, at state %d", self._state.number)
                 self.error = None
+                watch.followed(self._state.number, len(news))
+            watch.look_at_age(self._state.number, self.age_seconds)
 
     # ---- states
 
-    def _local_copy(self, url: str, options: dict[str, Any]) -> Path:
-        """Where the files of a remote dump, base or log are; a log is kept up to date by `follow`."""
+    def _open_remote(self, url: str, options: dict[str, Any]) -> State:
+        """Copies the files of a remote dump, base or log first; a log is kept up to date by `follow`."""
         remote = RemoteFolder(url, **options)
         published = remote.current()
-        if published is None:
-            name = hashlib.sha256(url.encode()).hexdigest()[:16]
-            self._mirror = Mirror(url, self._cache / f"log-{name}", **options)
-            self._mirror.pull()
-            return self._mirror.log.path
-        local = self._cache / f"remote-{published['folder']}"
-        if not local.is_dir():
-            remote.download(local)
-        return local
+        if published is not None:
+            with local_copy(remote, published, self._cache) as self.path:
+                return self._open()
+        self._mirror = Mirror(url, self._cache / f"log-{key_of(url)}", **options)
+        self.path = self._mirror.path
+        self._mirror.pull()
+        return self._open()
 
     def _open(self) -> State:
         if is_base(self.path):

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from embstore.extras import missing
+from embstore.metrics import watch_reader
 from embstore.serving.reader import Reader, State
 from embstore.serving.wire import Ids, WireError, pack_response, unpack_request
 
@@ -159,17 +160,7 @@ class ServerMetrics:
             "embstore_lookup_seconds", "Time of a lookup, without the network.", registry=registry,
             buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2, 1.0),
         )  # fmt: skip
-        gauges: list[tuple[str, str, Callable[[], float]]] = [
-            ("state_number", "Number of the served increment.", lambda: reader.state.number),
-            ("state_age_seconds", "Age of the served state.", lambda: reader.age_seconds),
-            ("reader_failing", "1 while the log cannot be followed.", lambda: reader.error is not None),
-        ]
-        for name, text, value in gauges:
-            prometheus_client.Gauge(f"embstore_{name}", text, registry=registry).set_function(value)
-        rows = prometheus_client.Gauge("embstore_rows", "Rows of a table.", ["table"], registry=registry)
-        for collection, table in reader.state.tables:
-            name = f"{collection}/{table}"
-            rows.labels(name).set_function(lambda name=name: reader.state.rows(name))  # type: ignore[misc]
+        watch_reader(reader, registry)
 
 
 def _ids(body: LookupBody) -> dict[str, Ids]:
@@ -227,7 +218,7 @@ def create_app(reader: Reader, options: ServerOptions | None = None) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reader.start()
+        reader.start(warn_age_seconds=options.max_age_seconds or None)
         yield
         reader.close()
 
