@@ -52,7 +52,8 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
                                  int eviction_log, int64_t eviction_log_capacity,
                                  int64_t admission_threshold, bool admit_by_frequency,
                                  int64_t half_life, int64_t shared_rows, int shared_by,
-                                 bool start_from_shared, std::shared_ptr<Store> store) {
+                                 bool start_from_shared, uint64_t ttl,
+                                 std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -72,6 +73,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.shared_rows = shared_rows;
   options.shared_by = static_cast<Ownership>(shared_by);
   options.start_from_shared = start_from_shared;
+  options.ttl = ttl;
   options.store = std::move(store);
   return Table::Create(options);
 }
@@ -164,6 +166,7 @@ void BindTable(nb::module_& m) {
       .def_ro("bytes", &TableStats::bytes)
       .def_ro("fetches", &TableStats::fetches)
       .def_ro("write_backs", &TableStats::write_backs)
+      .def_ro("expired", &TableStats::expired)
       .def_ro("dropped_gradients", &TableStats::dropped_gradients);
 
   nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
@@ -175,7 +178,7 @@ void BindTable(nb::module_& m) {
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
            "evict_least_used"_a, "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a,
            "admission_threshold"_a, "admit_by_frequency"_a, "half_life"_a, "shared_rows"_a,
-           "shared_by"_a, "start_from_shared"_a, "store"_a.none())
+           "shared_by"_a, "start_from_shared"_a, "ttl"_a, "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -249,6 +252,7 @@ void BindTable(nb::module_& m) {
             ApplyGradientsToShared(table, Keys(numbers, n), view, step);
           },
           Unlocked())
+      .def("expire", &Table::Expire, Unlocked(), "min_score"_a)
       .def("clear", &Table::Clear, Unlocked())
       .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)
       .def("export",

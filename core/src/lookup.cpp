@@ -341,6 +341,7 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
   for (const Work& work : works) work.request->table->RequireScore();
   for (Work& work : works) {
     work.score = work.request->table->NextBatchScore(std::ssize(work.request->keys));
+    work.request->table->ExpireOld(work.score.score);
   }
   Run(works, access);
   for (size_t i = 0; i < works.size(); ++i) results[i].refused = works[i].refused;

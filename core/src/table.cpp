@@ -48,6 +48,12 @@ const TableOptions& Validated(const TableOptions& options) {
     check(options.admission_threshold == 0,
           "admit_by_frequency should come without admission_threshold");
   }
+  if (options.ttl > 0 && options.score_strategy != ScoreStrategy::kTimestamp &&
+      options.score_strategy != ScoreStrategy::kStep &&
+      options.score_strategy != ScoreStrategy::kNoEviction) {
+    throw InvalidArgument("ttl should be 0 for a score strategy without a clock but is: " +
+                          std::to_string(options.ttl));
+  }
   Validate(options.initializer);
   Validate(options.optimizer);
   const int64_t row_bytes = StoredRowBytes(options.dim, options.dtype, options.optimizer);

@@ -296,7 +296,11 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
 }
 
 void Table::LogEvictions(std::span<Evicted> evicted) {
-  stats_.evictions += static_cast<int64_t>(evicted.size());
+  const auto expired = std::count_if(evicted.begin(), evicted.end(), [&](const Evicted& gone) {
+    return !below_.exists() && gone.entry.score < expired_below_;
+  });
+  stats_.expired += expired;
+  stats_.evictions += std::ssize(evicted) - expired;
   if (changes_) {
     for (const Evicted& gone : evicted) changes_->Remove(gone.entry.key);
   }

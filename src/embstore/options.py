@@ -161,6 +161,24 @@ class AllTableKeywords(TableKeywords, total=False):
 _NOT_NAMED = cast(ScoreStrategy, None)
 
 
+def as_age(value: object, strategy: ScoreStrategy, name: str, *, zero: bool = False) -> int:
+    """A time in units of the score: nanoseconds of seconds, or batches. Raises ValueError where the strategy
+    has no clock, or where the value is no time."""
+    if strategy == ScoreStrategy.STEP:
+        if isinstance(value, int) and not isinstance(value, bool) and (not zero) <= value < 1 << 63:
+            return value
+        raise ValueError(f"{name} should be a number of batches (an integer) but is: {value!r}")
+    if strategy not in (ScoreStrategy.TIMESTAMP, ScoreStrategy.NO_EVICTION):
+        raise ValueError(
+            f"{name} needs a score strategy with a clock ('timestamp', 'no_eviction' or 'step') but that of "
+            f"the table is: {strategy.name.lower()!r}"
+        )
+    seconds = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 33
+    if not seconds or (not zero and round(value * 1e9) == 0):  # type: ignore[operator]
+        raise ValueError(f"{name} should be a number of seconds but is: {value!r}")
+    return round(value * 1e9)  # type: ignore[operator]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
     """Everything that makes a table.
@@ -191,6 +209,9 @@ class TableOptions:
         shared_rows: rows that all ids without a row of their own read and train. 0: such ids read 0.0
         start_from_shared: a new row begins with the vector of its shared row once that is in use, else with
             its initial value
+        ttl: a row that is not used in training for so long is removed, within an eighth of that time more:
+            seconds, or batches where the score_strategy is "step". None: never. "timestamp",
+            "no_eviction" and "step" only
 
     Raises:
         ValueError: a value is out of range or of another type; the message names it.
@@ -223,6 +244,7 @@ class TableOptions:
     half_life: int = 0
     shared_rows: int = 0
     start_from_shared: bool = True
+    ttl: float | None = None
     _names_strategy: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # names of enum members are taken too
@@ -291,6 +313,8 @@ class TableOptions:
         if self.max_capacity < 1:
             raise ValueError(f"max_capacity should be at least 1 but is: {self.max_capacity}")
         self._check_ageing(put)
+        if self.ttl is not None:
+            as_age(self.ttl, self.score_strategy, "ttl")
 
     @property
     def says_what_goes(self) -> bool:
@@ -301,6 +325,7 @@ class TableOptions:
             or self.admission
             or self.evict_least_used
             or self.shared_rows
+            or self.ttl is not None
         )
 
     @property
@@ -332,3 +357,8 @@ class TableOptions:
                 "admission should be 'all' beside an admission_threshold, which is: "
                 f"{self.admission_threshold}"
             )
+
+    @property
+    def ttl_score(self) -> int:
+        """The ttl in units of the score; 0: none."""
+        return 0 if self.ttl is None else as_age(self.ttl, self.score_strategy, "ttl")

@@ -27,6 +27,7 @@ from embstore.options import (
     EvictionLog,
     ScoreStrategy,
     TableOptions,
+    as_age,
 )
 from embstore.ownership import Ownership
 from embstore.progress import Wanted, shown
@@ -143,6 +144,7 @@ class Table(TableViews):
             shared_rows=options.shared_rows,
             shared_by=int(shared_by),
             start_from_shared=options.start_from_shared,
+            ttl=options.ttl_score,
             store=self._store_handle,
         )
 
@@ -302,6 +304,31 @@ class Table(TableViews):
         """Removes keys; returns how many were there."""
         k = as_keys(keys)
         return self._core.erase(k.address, k.n)
+
+    def expire(self, older_than: float | None = None, *, below_score: int | None = None) -> int:
+        """Removes the rows that were not used in a training batch for a while, in the table and in the store
+        below it, whose rows are all read for that. Returns how many went.
+
+        older_than   seconds ("timestamp", "no_eviction") or training batches ("step"); the ttl of the table
+                     when not given
+        below_score  instead: the rows whose score is smaller, for any strategy
+
+        table.expire(older_than=7 * 24 * 3600)
+
+        Raises ValueError unless one of the two says what is old.
+        """
+        if (below_score is not None) and older_than is not None:
+            raise ValueError(f"older_than should be None beside below_score but is: {older_than!r}")
+        if below_score is not None:
+            return self._core.expire(as_integer(below_score, 0, (1 << 64) - 1, "below_score"))
+        if older_than is None:
+            older_than = self.options.ttl
+        if older_than is None:
+            raise ValueError("older_than should be given for a table without a ttl but is: None")
+        age = as_age(older_than, self.options.score_strategy, "older_than", zero=True)
+        # What a batch that came now would have, or the last batch.
+        now = self.score - (self.options.score_strategy == ScoreStrategy.STEP)
+        return self._core.expire(max(now - age, 0))
 
     def clear(self) -> None:
         """Removes every key and gives the memory of the rows back. The capacity stays."""
