@@ -43,6 +43,13 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
       ToNumpy(std::move(block.states), state_rows, width), ToNumpy(std::move(block.scores), n));
 }
 
+nb::tuple ToTuple(MissSampler::Sample&& sample) {
+  const size_t bins = sample.distances.size(), keys = sample.counts.size();
+  return nb::make_tuple(sample.rate, sample.uses, sample.first_uses, sample.evicted,
+                        sample.returned, ToNumpy(std::move(sample.distances), bins),
+                        ToNumpy(std::move(sample.counts), keys));
+}
+
 std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
                                  int64_t init_capacity, int64_t max_capacity,
                                  int64_t bucket_capacity, double max_load_factor,
@@ -169,6 +176,23 @@ void BindTable(nb::module_& m) {
       .def_ro("expired", &TableStats::expired)
       .def_ro("dropped_gradients", &TableStats::dropped_gradients);
 
+  nb::class_<MissSampler>(m, "MissSampler", "What a table of another size would miss; see advise.")
+      .def(nb::init<int64_t>(), "window"_a)
+      .def("use",
+           [](MissSampler& sampler, uintptr_t address, int64_t n) {
+             const std::span<const int64_t> keys = Keys(address, n);
+             std::vector<uint32_t> chosen;
+             sampler.Select(keys, 0, chosen);
+             std::vector<int64_t> sampled;
+             for (const uint32_t i : chosen) sampled.push_back(keys[i]);
+             sampler.Use(sampled);
+           })
+      .def("evict",
+           [](MissSampler& sampler, uintptr_t address, int64_t n) {
+             for (const int64_t key : Keys(address, n)) sampler.Evict(key);
+           })
+      .def("sample", [](const MissSampler& sampler) { return ToTuple(sampler.sample()); });
+
   nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
@@ -252,6 +276,17 @@ void BindTable(nb::module_& m) {
             ApplyGradientsToShared(table, Keys(numbers, n), view, step);
           },
           Unlocked())
+      .def("sample_misses", &Table::SampleMisses, Unlocked(), "on"_a)
+      .def("age_miss_sample", &Table::AgeMissSample, Unlocked(), "factor"_a)
+      .def("miss_sample",
+           [](const Table& table) {
+             MissSampler::Sample sample;
+             {
+               nb::gil_scoped_release unlocked;
+               sample = table.MissSample();
+             }
+             return ToTuple(std::move(sample));
+           })
       .def("expire", &Table::Expire, Unlocked(), "min_score"_a)
       .def("clear", &Table::Clear, Unlocked())
       .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)

@@ -304,6 +304,9 @@ void Table::LogEvictions(std::span<Evicted> evicted) {
   if (changes_) {
     for (const Evicted& gone : evicted) changes_->Remove(gone.entry.key);
   }
+  if (miss_sampler_) {
+    for (const Evicted& gone : evicted) miss_sampler_->Evict(gone.entry.key);
+  }
   if (options_.eviction_log == EvictionLog::kOff) return;
   // Their order depends on the threads; that of the log must not.
   std::sort(evicted.begin(), evicted.end(),

@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
+from embstore.advice import Advice, MissSample, capacities, curve, notes_on
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.optimizers import Optimizer
 from embstore.options import (
+    DEFAULT_MAX_CAPACITY,
     Access,
     Admission,
     CheckMode,
@@ -221,6 +223,46 @@ class Table(TableViews):
         """Rows that are yet to come start as they would in a table with this seed."""
         self.options = replace(self.options, seed=seed)
         self._core.set_seed(self.seed)
+
+    # ---- how large it should be
+
+    def sample_misses(self, on: bool = True) -> None:
+        """Starts, with nothing seen so far, or stops to observe a sample of the ids for `advise`."""
+        self._core.sample_misses(on)
+
+    def miss_sample(self) -> MissSample:
+        """What was observed. Raises RuntimeError unless `sample_misses` was called."""
+        return MissSample(*self._core.miss_sample())
+
+    def advise(self) -> Advice:
+        """What hit rate which capacity would give; `print` shows it.
+
+        table.sample_misses()
+        ...                      # train
+        print(table.advise())
+
+        Raises RuntimeError unless `sample_misses` was called before.
+        """
+        sample, stats = self.miss_sample(), self.stats()
+        looked_up = stats.hits + stats.inserts + stats.refusals + stats.unadmitted
+        bounded = stats.max_capacity < DEFAULT_MAX_CAPACITY
+        now = stats.max_capacity if bounded else max(stats.size, 1)
+        rows = capacities(now, sample.ids)
+        points = curve(sample, rows, stats.bytes / max(stats.size, 1))
+        every = round(1 / sample.rate)
+        ids = "all ids" if every == 1 else f"1 in {every} ids"
+        return Advice(
+            table=self.name,
+            rows=stats.size,
+            capacity=stats.max_capacity if bounded else stats.size,
+            hit_rate=stats.hits / looked_up if looked_up else None,
+            based_on=f"reuse distances and counts of {ids}, {round(sample.uses):,} uses",
+            ids=round(sample.ids),
+            evicted=round(sample.evicted),
+            returned=round(sample.returned),
+            points=points,
+            notes=notes_on(points, now, sample.evicted, sample.returned),
+        )
 
     # ---- rows by key
 

@@ -41,6 +41,7 @@
 #include "embstore/kernels.h"
 #include "embstore/key_index.h"
 #include "embstore/lower_tier.h"
+#include "embstore/miss_sampler.h"
 #include "embstore/optimizer.h"
 #include "embstore/pinned_rows.h"
 #include "embstore/row_heap.h"
@@ -165,6 +166,11 @@ class Table : public std::enable_shared_from_this<Table> {
   // Changes the rule from the next update on. Throws InvalidArgument unless its state is as wide as
   // the present one. Rows in memory whose state is still the initial one get the new initial state.
   void SetOptimizer(const OptimizerOptions& optimizer);
+  // Starts (afresh) or stops to sample which keys would be missed by a table of another size.
+  void SampleMisses(bool on);
+  // Throws InvalidState unless misses are sampled.
+  MissSampler::Sample MissSample() const;
+  void AgeMissSample(double factor);
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
   // Rows with score >= min_score from `cursor` on, at most about max_rows. Advances the cursor,
@@ -241,6 +247,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // The same on this thread only.
   void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
   void RequireScore() const { clock_.RequireScore(); }
+  MissSampler* miss_sampler() { return miss_sampler_.get(); }  // or null
   // Erases what has outlived options().ttl, from time to time. `now` is the score of the batch.
   void ExpireOld(uint64_t now);
   void CountHits(int64_t hits) { stats_.hits += hits; }
@@ -360,6 +367,8 @@ class Table : public std::enable_shared_from_this<Table> {
   bool wants_scores() const { return keeps_scores() || snapshot_; }
   // What a prefetched row has until it is used: it is the first to go.
   static constexpr uint64_t kUnusedScore = 1;
+  MissSampler& RequireMissSampler() const;
+  int64_t MissWindow() const;
   int64_t EraseLocked(std::span<const int64_t> keys);
   int64_t Sweep(uint64_t min_score);
   std::vector<int64_t> OldKeys(uint64_t min_score) const;
@@ -407,6 +416,7 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends
   std::unique_ptr<ChangeSet> changes_;
+  std::unique_ptr<MissSampler> miss_sampler_;
 
   PinnedRows pins_;
   LowerTier below_;
