@@ -50,17 +50,14 @@ nb::tuple ToTuple(MissSampler::Sample&& sample) {
                         ToNumpy(std::move(sample.counts), keys));
 }
 
-std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
-                                 int64_t init_capacity, int64_t max_capacity,
-                                 int64_t bucket_capacity, double max_load_factor,
-                                 const std::string& optimizer, double initial_accumulator,
-                                 int initializer, const std::vector<double>& initializer_values,
-                                 int score_strategy, bool evict_least_used, uint64_t seed,
-                                 int eviction_log, int64_t eviction_log_capacity,
-                                 int64_t admission_threshold, bool admit_by_frequency,
-                                 int64_t half_life, int64_t shared_rows, int shared_by,
-                                 bool start_from_shared, uint64_t ttl,
-                                 std::shared_ptr<Store> store) {
+std::shared_ptr<Table> MakeTable(
+    const std::string& name, int64_t dim, int dtype, int64_t init_capacity, int64_t max_capacity,
+    int64_t bucket_capacity, double max_load_factor, const std::string& optimizer,
+    double initial_accumulator, int initializer, const std::vector<double>& initializer_values,
+    int score_strategy, bool evict_least_used, uint64_t seed, int eviction_log,
+    int64_t eviction_log_capacity, int64_t admission_threshold, bool admit_by_frequency,
+    int64_t half_life, int64_t shared_rows, int shared_by, bool start_from_shared, uint64_t ttl,
+    std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -160,6 +157,27 @@ void BindTable(nb::module_& m) {
     return StoredRowBytes(dim, static_cast<DType>(dtype), options);
   });
 
+  m.def(
+      "full_table_bytes",
+      [](int64_t dim, int dtype, const std::string& optimizer, int64_t max_capacity,
+         int64_t bucket_capacity, double max_load_factor, bool evict_least_used,
+         int64_t admission_threshold, bool admit_by_frequency, int64_t shared_rows) {
+        TableOptions options;
+        options.dim = dim;
+        options.dtype = static_cast<DType>(dtype);
+        options.optimizer.kind = OptimizerFromName(optimizer);
+        options.index.max_capacity = max_capacity;
+        options.index.bucket_capacity = bucket_capacity;
+        options.index.max_load_factor = max_load_factor;
+        options.evict_least_used = evict_least_used;
+        options.admission_threshold = admission_threshold;
+        options.admit_by_frequency = admit_by_frequency;
+        options.shared_rows = shared_rows;
+        return Table::FullBytes(options);
+      },
+      "dim"_a, "dtype"_a, "optimizer"_a, "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a,
+      "evict_least_used"_a, "admission_threshold"_a, "admit_by_frequency"_a, "shared_rows"_a);
+
   nb::class_<TableStats>(m, "TableStats")
       .def_ro("size", &TableStats::size)
       .def_ro("capacity", &TableStats::capacity)
@@ -185,7 +203,7 @@ void BindTable(nb::module_& m) {
              sampler.Select(keys, 0, chosen);
              std::vector<int64_t> sampled;
              for (const uint32_t i : chosen) sampled.push_back(keys[i]);
-             sampler.Use(sampled);
+             sampler.Use(sampled, n);
            })
       .def("evict",
            [](MissSampler& sampler, uintptr_t address, int64_t n) {
@@ -289,6 +307,7 @@ void BindTable(nb::module_& m) {
            })
       .def("expire", &Table::Expire, Unlocked(), "min_score"_a)
       .def("clear", &Table::Clear, Unlocked())
+      .def("set_max_capacity", &Table::SetMaxCapacity, Unlocked(), "rows"_a)
       .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)
       .def("export",
            [](const Table& table, Table::Cursor& cursor, int64_t max_rows, uint64_t min_score,

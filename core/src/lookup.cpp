@@ -151,7 +151,7 @@ struct Work {
     for (const Share& share : shares) {
       for (const uint32_t i : share.sampled) keys.push_back(request->keys[i]);
     }
-    sampler->Use(keys);
+    sampler->Use(keys, std::ssize(request->keys));
   }
 
   void CollectMissing() {

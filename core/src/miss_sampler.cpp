@@ -10,7 +10,7 @@
 
 namespace embstore {
 
-void MissSampler::Use(std::span<const int64_t> keys) {
+void MissSampler::Use(std::span<const int64_t> keys, int64_t batch_keys) {
   std::vector<Known*> used;
   for (const int64_t key : keys) {
     Known& known = known_.try_emplace(key).first->second;
@@ -31,6 +31,12 @@ void MissSampler::Use(std::span<const int64_t> keys) {
     Place(known);
   }
   while (std::ssize(known_) > kMaxKeys) MakeRoom();
+  seen_ += batch_keys;
+  sampled_ += std::ssize(keys);
+  constexpr int64_t kEnoughToTell = 1 << 16;
+  if (seen_ < kEnoughToTell) return;
+  if (sampled_ > seen_ / kSpacing && std::ssize(known_) >= 2 * kMinKeys) Halve();
+  seen_ = sampled_ = 0;
 }
 
 size_t MissSampler::BinOf(const Known& known) const {
@@ -41,7 +47,7 @@ size_t MissSampler::BinOf(const Known& known) const {
 }
 
 void MissSampler::Evict(int64_t key) {
-  if (HashKey(key) > highest_) return;
+  if (SampleHash(key) > highest_) return;
   evicted_ += weight();
   const auto at = known_.find(key);
   if (at != known_.end()) at->second.evicted = true;
@@ -113,16 +119,21 @@ void MissSampler::MakeRoom() {
   // An eighth at a time, so that the scan is rare.
   constexpr int64_t kForgotten = kMaxKeys / 8;
   if (static_cast<double>(kMaxKeys - kForgotten) / rate_ < static_cast<double>(window_)) {
-    highest_ /= 2;
-    rate_ /= 2;
-    std::erase_if(known_, [&](const auto& entry) { return HashKey(entry.first) > highest_; });
-  } else {
-    std::vector<int64_t> positions;
-    for (const auto& [key, known] : known_) positions.push_back(known.position);
-    std::nth_element(positions.begin(), positions.begin() + kForgotten, positions.end());
-    const int64_t first_kept = positions[kForgotten];
-    std::erase_if(known_, [&](const auto& entry) { return entry.second.position < first_kept; });
+    Halve();
+    return;
   }
+  std::vector<int64_t> positions;
+  for (const auto& [key, known] : known_) positions.push_back(known.position);
+  std::nth_element(positions.begin(), positions.begin() + kForgotten, positions.end());
+  const int64_t first_kept = positions[kForgotten];
+  std::erase_if(known_, [&](const auto& entry) { return entry.second.position < first_kept; });
+  Renumber();
+}
+
+void MissSampler::Halve() {
+  highest_ /= 2;
+  rate_ /= 2;
+  std::erase_if(known_, [&](const auto& entry) { return SampleHash(entry.first) > highest_; });
   Renumber();
 }
 

@@ -32,7 +32,7 @@ void Feed(MissSampler& sampler, const std::vector<int64_t>& keys, size_t batch) 
     sampler.Select({keys.data() + begin, n}, 0, chosen);
     std::vector<int64_t> sampled;
     for (const uint32_t i : chosen) sampled.push_back(keys[begin + i]);
-    sampler.Use(sampled);
+    sampler.Use(sampled, static_cast<int64_t>(n));
   }
 }
 
@@ -100,8 +100,8 @@ TEST(Keys that never come back do not wear the sample out) {
   for (int64_t i = 0; i < 500000; ++i) keys.push_back(i % 4 == 0 ? i % 1000 : 1000000 + i);
   Feed(sampler, keys, 100);
   const MissSampler::Sample sample = sampler.sample();
-  CHECK_EQ(sample.rate, 1.0);  // the window is small, so old keys go instead
-  CHECK_EQ(std::abs(HitRate(sample, 3000) - 0.25) < 0.01, true);
+  CHECK_EQ(std::ssize(sample.counts) >= MissSampler::kMinKeys, true);
+  CHECK_EQ(std::abs(HitRate(sample, 3000) - 0.25) < 0.05, true);
   CHECK_EQ(HitRate(sample, 700) < 0.01, true);
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
+from embstore import _core
 from embstore.initializers import Initializer, Uniform
 from embstore.optimizers import SGD, Optimizer
 
@@ -136,6 +137,7 @@ class TableKeywords(TypedDict, total=False):
     initializer: Initializer
     init_capacity: int
     max_capacity: int
+    max_bytes: int | None
     bucket_capacity: int
     max_load_factor: float
     score_strategy: ScoreStrategy | str
@@ -149,6 +151,7 @@ class TableKeywords(TypedDict, total=False):
     half_life: int
     shared_rows: int
     start_from_shared: bool
+    ttl: float | None
 
 
 class AllTableKeywords(TableKeywords, total=False):
@@ -191,6 +194,8 @@ class TableOptions:
         initializer: one of embstore.initializers
         init_capacity: rows to have room for at first
         max_capacity: rows at most; beyond it the smallest scores go ("no_eviction": the table grows on)
+        max_bytes: instead of max_capacity: as many rows as fit, with their share of the index; it becomes
+            max_capacity, and reads None afterwards
         bucket_capacity: rows of a bucket, a multiple of 16
         max_load_factor: the index grows beyond this fraction of its capacity; 0.9 costs least memory
         score_strategy: "timestamp", "step", "customized", "lfu", "importance", "no_eviction", or
@@ -231,6 +236,7 @@ class TableOptions:
     initializer: Initializer = field(default_factory=Uniform)
     init_capacity: int = 1 << 14
     max_capacity: int = DEFAULT_MAX_CAPACITY
+    max_bytes: int | None = None
     bucket_capacity: int = 128
     max_load_factor: float = 0.9
     score_strategy: ScoreStrategy = _NOT_NAMED  # TIMESTAMP, unless a module decides
@@ -267,10 +273,11 @@ class TableOptions:
             "admission_threshold",
             "half_life",
             "shared_rows",
+            "max_bytes",
         )
         for name in integers:
             value = getattr(self, name)
-            if name == "seed" and value is None:
+            if name in ("seed", "max_bytes") and value is None:
                 continue
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"{name} should be an integer but is: {value!r}")
@@ -304,6 +311,14 @@ class TableOptions:
         put("eviction_log", as_enum(EvictionLog, "eviction_log", self.eviction_log))
         if self.seed is not None:
             put("seed", self.seed & 0xFFFF_FFFF_FFFF_FFFF)
+        if self.max_bytes is not None:
+            if self.max_capacity != DEFAULT_MAX_CAPACITY:
+                raise ValueError(
+                    f"max_bytes should be None beside max_capacity ({self.max_capacity}) "
+                    f"but is: {self.max_bytes}"
+                )
+            put("max_capacity", self.rows_within(self.max_bytes))
+            put("max_bytes", None)
         # init_capacity has a default, so a small max_capacity alone must be enough.
         put("init_capacity", min(self.init_capacity, max(self.max_capacity, 0)))
         if not 0 <= self.admission_threshold <= 255:
@@ -357,6 +372,38 @@ class TableOptions:
                 "admission should be 'all' beside an admission_threshold, which is: "
                 f"{self.admission_threshold}"
             )
+
+    def full_bytes(self, rows: int) -> int:
+        """Bytes of a table of these options that holds so many rows at most, and as many."""
+        return _core.full_table_bytes(
+            dim=self.dim,
+            dtype=int(self.dtype),
+            optimizer=self.optimizer.engine_name,
+            max_capacity=rows,
+            bucket_capacity=self.bucket_capacity,
+            max_load_factor=self.max_load_factor,
+            evict_least_used=self.evict_least_used,
+            admission_threshold=self.admission_threshold,
+            admit_by_frequency=self.admission == Admission.FREQUENCY,
+            shared_rows=self.shared_rows,
+        )
+
+    def rows_within(self, budget_bytes: int) -> int:
+        """The rows of the largest table that needs at most so many bytes. Raises ValueError when not even a
+        bucket fits."""
+        least, most = self.bucket_capacity, DEFAULT_MAX_CAPACITY
+        if self.full_bytes(least) > budget_bytes:
+            raise ValueError(
+                f"max_bytes should be at least {self.full_bytes(least)}, for a bucket of {least} rows, "
+                f"but is: {budget_bytes}"
+            )
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.full_bytes(middle) <= budget_bytes:
+                least = middle
+            else:
+                most = middle - 1
+        return least
 
     @property
     def ttl_score(self) -> int:

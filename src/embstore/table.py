@@ -376,6 +376,16 @@ class Table(TableViews):
         """Removes every key and gives the memory of the rows back. The capacity stays."""
         self._core.clear()
 
+    def set_max_capacity(self, rows: int) -> None:
+        """Another limit from now on. A smaller one evicts the smallest scores of the table, but no rows of
+        batches that wait for their backward pass, and gives their memory back. Raises ValueError for a table
+        that evicts nothing."""
+        rows = as_integer(rows, 1, (1 << 63) - 1, "rows")
+        self._core.set_max_capacity(rows)
+        self.options = replace(
+            self.options, max_capacity=rows, init_capacity=min(self.options.init_capacity, rows)
+        )
+
     def reserve(self, rows: int, *, progress: Wanted = False) -> None:
         """Makes room for this many rows at once (at most max_capacity). `progress` is True for a bar of tqdm,
         or a function of (rows of room, rows wanted)."""

@@ -86,7 +86,11 @@ class LowerTier {
     // Several threads may mark the same row.
     std::atomic_ref<uint8_t>(dirty_[static_cast<size_t>(row)]).store(1, std::memory_order_relaxed);
   }
-  void Grow(int64_t capacity);  // rows are below it
+  void Grow(int64_t capacity);      // rows are below it
+  void MoveRow(Row from, Row to) {  // to another number
+    dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
+    dirty_[static_cast<size_t>(from)] = 0;
+  }
   // Writes the dirty ones of these rows. If the store throws, rows that were not written stay
   // dirty.
   void WriteBack(std::span<const IndexEntry> entries, const RowHeap& rows);

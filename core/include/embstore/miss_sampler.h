@@ -7,6 +7,9 @@
 // one fate. Distances within the sample, divided by the sampling rate, are those of the whole
 // stream (spatial sampling, as in SHARDS).
 //
+// A batch pays for its sampled occurrences: where they are more than one in kSpacing, half of the
+// hashes leave the sample as well, down to about kMinKeys.
+//
 // Memory is bounded by kMaxKeys. When there are more, half of the hashes leave the sample, until it
 // reaches back `window` keys; from then on the keys that were used longest ago are forgotten.
 //
@@ -24,7 +27,8 @@ namespace embstore {
 
 class MissSampler {
  public:
-  static constexpr int64_t kMaxKeys = 8192;
+  static constexpr int64_t kMaxKeys = 8192, kMinKeys = 1024;
+  static constexpr int64_t kSpacing = 512;
   static constexpr int64_t kBinsPerDoubling = 8;
   static constexpr int64_t kBins = 40 * kBinsPerDoubling;
 
@@ -41,15 +45,21 @@ class MissSampler {
 
   explicit MissSampler(int64_t window) : window_(window), order_(kMaxPositions + 1) {}
 
+  // One multiplication, since every key of every batch pays for it.
+  static uint64_t SampleHash(int64_t key) {
+    const auto bits = static_cast<uint64_t>(key);
+    return (bits ^ bits >> 32) * 0x9e3779b97f4a7c15ULL;
+  }
   // Appends the positions of sampled keys, counted from `first`.
   void Select(std::span<const int64_t> keys, int64_t first, std::vector<uint32_t>& chosen) const {
     for (size_t i = 0; i < keys.size(); ++i) {
-      if (HashKey(keys[i]) <= highest_) chosen.push_back(static_cast<uint32_t>(first + i));
+      if (SampleHash(keys[i]) <= highest_) chosen.push_back(static_cast<uint32_t>(first + i));
     }
   }
 
-  void Use(std::span<const int64_t> keys);  // the sampled occurrences of a batch
-  void Evict(int64_t key);                  // its row went
+  // The sampled occurrences of a batch of `batch_keys`.
+  void Use(std::span<const int64_t> keys, int64_t batch_keys);
+  void Evict(int64_t key);  // its row went
   // Makes what was seen so far count less beside what comes: factor < 1.
   void Age(double factor);
   void set_window(int64_t window) { window_ = window; }
@@ -72,10 +82,12 @@ class MissSampler {
   void Move(int64_t position, int delta);
   void Renumber();
   void MakeRoom();
+  void Halve();
 
   int64_t window_;
   double rate_ = 1.0;
-  uint64_t highest_ = UINT64_MAX;  // hashes up to it are sampled
+  uint64_t highest_ = UINT64_MAX;   // hashes up to it are sampled
+  int64_t seen_ = 0, sampled_ = 0;  // occurrences since the rate was last looked at
   int64_t next_position_ = 0;
   int64_t placed_ = 0;  // known keys that have a position
   std::unordered_map<int64_t, Known> known_;

@@ -128,6 +128,8 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_bytes() const { return row_stride_; }
   // What a newly inserted key reads: its initial vector, rounded to the table's dtype.
   void InitialVector(int64_t key, float* out) const;
+  // Bytes of a table that holds max_capacity rows.
+  static int64_t FullBytes(const TableOptions& options);
   int64_t stored_row_bytes() const { return state_offset_ + 4 * state_width_; }
   const Store* store() const { return options_.store.get(); }
 
@@ -171,6 +173,9 @@ class Table : public std::enable_shared_from_this<Table> {
   // Throws InvalidState unless misses are sampled.
   MissSampler::Sample MissSample() const;
   void AgeMissSample(double factor);
+  // Another max_capacity. A smaller one evicts the smallest scores, but no rows of live batches,
+  // and gives their memory back. Throws InvalidArgument for kNoEviction, which has no limit.
+  void SetMaxCapacity(int64_t rows);
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
   // Rows with score >= min_score from `cursor` on, at most about max_rows. Advances the cursor,
@@ -368,6 +373,16 @@ class Table : public std::enable_shared_from_this<Table> {
   // What a prefetched row has until it is used: it is the first to go.
   static constexpr uint64_t kUnusedScore = 1;
   MissSampler& RequireMissSampler() const;
+  void EvictSmallest(int64_t count);
+  void MoveRow(Row from, Row to);
+  static int64_t RowStride(const TableOptions& options);
+  // Keys that come once or twice outnumber those that stay.
+  static constexpr int64_t kTrackedPerRow = 4;
+  static int64_t SketchKeys(int64_t rows) {
+    constexpr int64_t kLeastTracked = 1 << 14;
+    return std::max(kLeastTracked, kTrackedPerRow * rows);
+  }
+  static int ClassBits(int64_t max_capacity);
   int64_t MissWindow() const;
   int64_t EraseLocked(std::span<const int64_t> keys);
   int64_t Sweep(uint64_t min_score);
