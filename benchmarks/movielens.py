@@ -39,20 +39,36 @@ SHARES = (100, 50, 20, 10, 5)  # percent
 SEEDS = 3
 DIM, BATCH, EPOCHS = 16, 256, 3
 TABLE_LR, DENSE_LR, INITIAL = 0.2, 1e-3, 0.1  # the best for a row for every id
-BUCKET = 16  # the smallest table has 47 rows, and a table has at least one bucket
+BUCKET = 16  # the smallest table of dynamicemb has 47 rows, and it has at least one bucket
 OUT = Path("build")
 
 # Options of embstore.TableOptions by the name of the strategy.
+FOREVER = 10**6  # batches: a half-life that never comes, since shuffled epochs do not drift
 NATIVE: dict[str, dict[str, Any]] = {
     "default": {},
     "timestamp": {"score_strategy": "timestamp"},
+    "timestamp_shared": {"score_strategy": "timestamp", "shared_rows": 1},
     "lfu": {"score_strategy": "lfu"},
+    "lfu_shared": {"score_strategy": "lfu", "shared_rows": 1},
+    "frequency": {
+        "score_strategy": "lfu",
+        "admission": "frequency",
+        "shared_rows": 1,
+        "half_life": FOREVER,
+    },
+    "importance": {"score_strategy": "importance", "admission": "frequency", "shared_rows": 1},
     "no_eviction": {"score_strategy": "no_eviction"},
 }
 # Options of dynamicemb.DynamicEmbTableOptions; the score strategy is named as in its enumeration.
 DYNAMICEMB: dict[str, dict[str, Any]] = {
     "default": {},
     "lfu": {"score_strategy": "LFU"},
+    "frequency": {
+        "score_strategy": "LFU",
+        "admission": "frequency",
+        "shared_rows": 1,
+        "half_life": FOREVER,
+    },
     "no_eviction": {"score_strategy": "NO_EVICTION"},
 }
 STRATEGIES = {"torch": ["hashed", "oracle"], "native": list(NATIVE), "dynamicemb": list(DYNAMICEMB)}
@@ -104,6 +120,15 @@ def rows_of(share: int, ids: int) -> int:
     return max(ids * share // 100, 1)
 
 
+def own_rows(share: int, ids: int, shared_rows: int) -> int:
+    """The capacity of a table whose shared rows count; where all ids fit, nothing uses them."""
+    return ids if share >= 100 else rows_of(share, ids) - shared_rows
+
+
+def rows_in(table: Any) -> int:
+    return len(table) + len(table.shared_rows())
+
+
 # ---- tables: each maker returns a module of ids (n, 2) -> vectors (n, 2 * DIM)
 
 
@@ -145,6 +170,9 @@ def make_native(strategy: str, data: Ratings, share: int) -> Any:
 
     import embstore
 
+    # The default of a module with a limit has one.
+    shared = 1 if strategy == "default" else NATIVE[strategy].get("shared_rows", 0)
+
     class Native(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,8 +182,7 @@ def make_native(strategy: str, data: Ratings, share: int) -> Any:
                     name=name,
                     optimizer=embstore.Adagrad(lr=TABLE_LR),
                     initializer=embstore.Uniform(-INITIAL, INITIAL),
-                    max_capacity=rows_of(share, n),
-                    bucket_capacity=BUCKET,
+                    max_capacity=own_rows(share, n, shared),
                     **NATIVE[strategy],
                 )
                 for name, n in zip(("user", "item"), data.ids, strict=True)
@@ -166,7 +193,7 @@ def make_native(strategy: str, data: Ratings, share: int) -> Any:
             return torch.cat([table(column) for table, column in columns], 1)
 
         def sizes(self) -> tuple[int, int]:
-            return len(self.tables[0].table), len(self.tables[1].table)
+            return rows_in(self.tables[0].table), rows_in(self.tables[1].table)
 
     return Native()
 
@@ -183,7 +210,7 @@ def make_dynamicemb(strategy: str, data: Ratings, share: int) -> Any:
             keywords["score_strategy"] = dynamicemb.DynamicEmbScoreStrategy[keywords["score_strategy"]]
         return dynamicemb.DynamicEmbTableOptions(
             dim=DIM,
-            max_capacity=rows_of(share, ids),
+            max_capacity=own_rows(share, ids, keywords.get("shared_rows", 0)),
             bucket_capacity=BUCKET,
             initializer_args=dynamicemb.DynamicEmbInitializerArgs(
                 dynamicemb.DynamicEmbInitializerMode.UNIFORM, lower=-INITIAL, upper=INITIAL
@@ -207,7 +234,7 @@ def make_dynamicemb(strategy: str, data: Ratings, share: int) -> Any:
 
         def sizes(self) -> tuple[int, int]:
             users, items = self.tables.dynamic_tables.values()
-            return len(users.table), len(items.table)
+            return rows_in(users.table), rows_in(items.table)
 
     return Faced()
 
