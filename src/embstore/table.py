@@ -17,11 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
-from embstore.advice import Advice, MissSample, capacities, curve, notes_on
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
 from embstore.optimizers import Optimizer
 from embstore.options import (
-    DEFAULT_MAX_CAPACITY,
     Access,
     Admission,
     CheckMode,
@@ -29,13 +27,13 @@ from embstore.options import (
     EvictionLog,
     ScoreStrategy,
     TableOptions,
-    as_age,
 )
 from embstore.ownership import Ownership
+from embstore.pressure import Pressure
 from embstore.progress import Wanted, shown
 from embstore.rows import Rows, Stats
 from embstore.stores import Store
-from embstore.table_views import TableViews
+from embstore.table_sizing import TableSizing
 
 RESERVE_STEPS = 50  # that progress is told of
 
@@ -59,7 +57,7 @@ class RefusedKeysError(RuntimeError):
     """
 
 
-class Table(TableViews):
+class Table(TableSizing):
     """A named set of rows with one dimension, optimizer, initializer and score strategy.
 
     Keys are integers in numpy arrays, torch tensors or sequences; answers come in the kind (and on the
@@ -116,6 +114,7 @@ class Table(TableViews):
         self.store = store
         self.shared_by = shared_by
         self._store_handle = None if store is None else store.handle()
+        self.pressure = Pressure()
         self.dumps: list[Any] = []  # in the background, of this table
         # What a score has in files of layout v2: () is one word, ("timestamp", "lfu") the score and the uses.
         self.score_words: tuple[str, ...] = ()
@@ -224,46 +223,6 @@ class Table(TableViews):
         self.options = replace(self.options, seed=seed)
         self._core.set_seed(self.seed)
 
-    # ---- how large it should be
-
-    def sample_misses(self, on: bool = True) -> None:
-        """Starts, with nothing seen so far, or stops to observe a sample of the ids for `advise`."""
-        self._core.sample_misses(on)
-
-    def miss_sample(self) -> MissSample:
-        """What was observed. Raises RuntimeError unless `sample_misses` was called."""
-        return MissSample(*self._core.miss_sample())
-
-    def advise(self) -> Advice:
-        """What hit rate which capacity would give; `print` shows it.
-
-        table.sample_misses()
-        ...                      # train
-        print(table.advise())
-
-        Raises RuntimeError unless `sample_misses` was called before.
-        """
-        sample, stats = self.miss_sample(), self.stats()
-        looked_up = stats.hits + stats.inserts + stats.refusals + stats.unadmitted
-        bounded = stats.max_capacity < DEFAULT_MAX_CAPACITY
-        now = stats.max_capacity if bounded else max(stats.size, 1)
-        rows = capacities(now, sample.ids)
-        points = curve(sample, rows, stats.bytes / max(stats.size, 1))
-        every = round(1 / sample.rate)
-        ids = "all ids" if every == 1 else f"1 in {every} ids"
-        return Advice(
-            table=self.name,
-            rows=stats.size,
-            capacity=stats.max_capacity if bounded else stats.size,
-            hit_rate=stats.hits / looked_up if looked_up else None,
-            based_on=f"reuse distances and counts of {ids}, {round(sample.uses):,} uses",
-            ids=round(sample.ids),
-            evicted=round(sample.evicted),
-            returned=round(sample.returned),
-            points=points,
-            notes=notes_on(points, now, sample.evicted, sample.returned),
-        )
-
     # ---- rows by key
 
     def find(self, keys: object) -> tuple[Array, Array]:
@@ -295,6 +254,7 @@ class Table(TableViews):
             self._core, k.address, k.n, 0, 0, 0, 0, address(values), int(DType.FLOAT32), self.dim, 0
         )
         ((_, refused),) = _core.look_up([request], 0)
+        self.pressure.after_batch(self)
         self.report_refused(refused, k.n)
         return k.like(values.reshape(*k.shape, self.dim))
 
@@ -347,44 +307,9 @@ class Table(TableViews):
         k = as_keys(keys)
         return self._core.erase(k.address, k.n)
 
-    def expire(self, older_than: float | None = None, *, below_score: int | None = None) -> int:
-        """Removes the rows that were not used in a training batch for a while, in the table and in the store
-        below it, whose rows are all read for that. Returns how many went.
-
-        older_than   seconds ("timestamp", "no_eviction") or training batches ("step"); the ttl of the table
-                     when not given
-        below_score  instead: the rows whose score is smaller, for any strategy
-
-        table.expire(older_than=7 * 24 * 3600)
-
-        Raises ValueError unless one of the two says what is old.
-        """
-        if (below_score is not None) and older_than is not None:
-            raise ValueError(f"older_than should be None beside below_score but is: {older_than!r}")
-        if below_score is not None:
-            return self._core.expire(as_integer(below_score, 0, (1 << 64) - 1, "below_score"))
-        if older_than is None:
-            older_than = self.options.ttl
-        if older_than is None:
-            raise ValueError("older_than should be given for a table without a ttl but is: None")
-        age = as_age(older_than, self.options.score_strategy, "older_than", zero=True)
-        # What a batch that came now would have, or the last batch.
-        now = self.score - (self.options.score_strategy == ScoreStrategy.STEP)
-        return self._core.expire(max(now - age, 0))
-
     def clear(self) -> None:
         """Removes every key and gives the memory of the rows back. The capacity stays."""
         self._core.clear()
-
-    def set_max_capacity(self, rows: int) -> None:
-        """Another limit from now on. A smaller one evicts the smallest scores of the table, but no rows of
-        batches that wait for their backward pass, and gives their memory back. Raises ValueError for a table
-        that evicts nothing."""
-        rows = as_integer(rows, 1, (1 << 63) - 1, "rows")
-        self._core.set_max_capacity(rows)
-        self.options = replace(
-            self.options, max_capacity=rows, init_capacity=min(self.options.init_capacity, rows)
-        )
 
     def reserve(self, rows: int, *, progress: Wanted = False) -> None:
         """Makes room for this many rows at once (at most max_capacity). `progress` is True for a bar of tqdm,
