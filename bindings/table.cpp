@@ -294,6 +294,7 @@ void BindTable(nb::module_& m) {
             ApplyGradientsToShared(table, Keys(numbers, n), view, step);
           },
           Unlocked())
+      .def("samples_misses", &Table::samples_misses, Unlocked())
       .def("sample_misses", &Table::SampleMisses, Unlocked(), "on"_a)
       .def("age_miss_sample", &Table::AgeMissSample, Unlocked(), "factor"_a)
       .def("miss_sample",

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "embstore/aged_score.h"
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
 
@@ -110,6 +111,10 @@ void Table::EvictSmallest(int64_t count) {
   LogEvictions(evicted);
   for (const Evicted& gone : evicted) {
     if (changes_) changes_->Unmark(gone.entry.row);
+    if (sketch_) {  // what is known of a key stays known when its row goes
+      const int64_t now = clock_.half_life();
+      sketch_->Add(gone.entry.key, AgedAmount(gone.entry.score, now), now);
+    }
     FreeSlot(index_->Find(gone.entry.key));
   }
   index_->AddSize(-std::ssize(evicted));

@@ -148,6 +148,11 @@ void Table::SampleMisses(bool on) {
   miss_sampler_ = on ? std::make_unique<MissSampler>(MissWindow()) : nullptr;
 }
 
+bool Table::samples_misses() const {
+  std::shared_lock guard(lock_);
+  return miss_sampler_ != nullptr;
+}
+
 MissSampler& Table::RequireMissSampler() const {
   RequireOpen();
   if (!miss_sampler_) {

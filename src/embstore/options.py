@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
 from embstore import _core
@@ -252,6 +252,7 @@ class TableOptions:
     start_from_shared: bool = True
     ttl: float | None = None
     _names_strategy: ClassVar[bool] = False
+    _bytes_given: ClassVar[int | None] = None  # max_bytes, before it became max_capacity
 
     if TYPE_CHECKING:  # names of enum members are taken too
 
@@ -318,6 +319,7 @@ class TableOptions:
                     f"but is: {self.max_bytes}"
                 )
             put("max_capacity", self.rows_within(self.max_bytes))
+            put("_bytes_given", self.max_bytes)
             put("max_bytes", None)
         # init_capacity has a default, so a small max_capacity alone must be enough.
         put("init_capacity", min(self.init_capacity, max(self.max_capacity, 0)))
@@ -404,6 +406,12 @@ class TableOptions:
             else:
                 most = middle - 1
         return least
+
+    def within_bytes(self, before: TableOptions) -> TableOptions:
+        """These options with the rows that fit the max_bytes of others, which they were made of."""
+        if before._bytes_given is None:
+            return self
+        return replace(self, max_capacity=self.rows_within(before._bytes_given))
 
     @property
     def ttl_score(self) -> int:

@@ -36,6 +36,20 @@ def test_a_dump_of_counts_tells_what_the_most_used_ids_find(tmp_path):
     assert "how often" in run(tmp_path / "dump")
 
 
+def test_a_dump_of_aged_counts_tells_what_the_most_used_ids_find(tmp_path):
+    table = embstore.Table("user", dim=3, max_capacity=512, score_strategy="lfu", half_life=1000)
+    counts = np.random.default_rng(1).integers(1, 40, 300)
+    for _ in range(2):
+        table.find_or_insert(np.repeat(np.arange(300), counts))
+    embstore.dump(tmp_path / "dump", {"model": {"user": table}})
+    (advice,) = advice_of(tmp_path / "dump")
+    ordered = np.sort(counts)[::-1]
+    for point in advice["points"]:
+        expected = ordered[: point["rows"]].sum() / counts.sum()
+        assert point["by_frequency"] == pytest.approx(expected, rel=0.01)
+    assert "lately" in advice["based_on"]
+
+
 def test_a_dump_of_times_tells_ages_and_no_hit_rates(tmp_path):
     table = embstore.Table("user", dim=3, score_strategy="step")
     for step in range(100):

@@ -24,6 +24,16 @@ def test_a_full_table_takes_at_most_its_bytes_and_most_of_them(max_bytes, option
     assert 0.7 * max_bytes < table.stats().bytes <= max_bytes
 
 
+def test_a_module_counts_what_its_default_strategy_needs():
+    torch = pytest.importorskip("torch")
+    embedding = embstore.Embedding(8, max_bytes=1 << 20)
+    table = embedding.table
+    for step in range(6):
+        embedding(torch.arange(5000) + 3000 * step)
+    assert len(table) == table.options.max_capacity and len(table.shared_rows()) == 1
+    assert 0.7 * (1 << 20) < table.stats().bytes <= 1 << 20
+
+
 def test_max_bytes_reads_as_the_rows_it_gives():
     options = embstore.TableOptions(name="t", dim=16, max_bytes=10**6)
     assert options.max_bytes is None

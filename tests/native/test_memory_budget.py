@@ -1,5 +1,7 @@
 """`memory_budget` of a collection: tables share it, and it moves to where rows find most ids."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -152,6 +154,19 @@ def test_a_state_of_other_shares_is_loaded():
     for name, table in trained.tables.items():
         assert np.array_equal(fresh.tables[name].rows().values, table.rows().values)
     assert fresh.budget.needed_bytes() <= 200_000
+
+
+def test_copies_and_loads_go_on_moving(tmp_path):
+    trained = collection_of()
+    train(trained, 60, users=100, items=20_000)
+    copied = copy.deepcopy(trained)
+    embstore.dump(tmp_path / "dump", {"model": dict(trained.tables)})
+    embstore.load(tmp_path / "dump", {"model": dict(trained.tables)})
+    for collection in (copied, trained):
+        train(collection, 250, users=20_000, items=100, seed=1)
+        users, items = (table.options.max_capacity for table in collection.tables.values())
+        assert items < 400 < 800 < users
+        assert collection.budget.needed_bytes() <= 200_000
 
 
 @pytest.mark.parametrize("budget", [0, -1, 100, 1.5, "1GB", True])

@@ -170,6 +170,7 @@ class Table : public std::enable_shared_from_this<Table> {
   void SetOptimizer(const OptimizerOptions& optimizer);
   // Starts (afresh) or stops to sample which keys would be missed by a table of another size.
   void SampleMisses(bool on);
+  bool samples_misses() const;
   // Throws InvalidState unless misses are sampled.
   MissSampler::Sample MissSample() const;
   void AgeMissSample(double factor);

@@ -74,9 +74,11 @@ def _from_scores(table: Columns) -> Advice:
     capacity = _capacity(table)
     points: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
-    if strategy == "lfu" and len(scores):
-        based_on = "how often the ids of the dump were used; ids that have no row are not in it"
-        points = _by_frequency(table, np.sort(scores.astype(np.float64))[::-1], capacity)
+    if strategy in ("lfu", "aged_lfu") and len(scores):
+        lately = " lately" if strategy == "aged_lfu" else ""
+        based_on = f"how often the ids of the dump were used{lately}; ids without a row are not in it"
+        counts = _aged_counts(scores) if lately else scores.astype(np.float64)
+        points = _by_frequency(table, np.sort(counts)[::-1], capacity)
     elif strategy in (*CLOCK_STRATEGIES, "step") and len(scores):
         based_on = "when the ids of the dump were used last; that gives no hit rates"
         notes = _ages(scores, strategy)
@@ -94,6 +96,13 @@ def _from_scores(table: Columns) -> Advice:
         points=points,
         notes=notes,
     )
+
+
+def _aged_counts(scores: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Sums of aged scores beside the largest; see core/include/embstore/aged_score.h."""
+    exponents = (scores >> np.uint64(40)).astype(np.int64)
+    fractions = (scores & np.uint64((1 << 40) - 1)).astype(np.float64)
+    return np.asarray(np.ldexp(1 + fractions / 2**40, exponents - exponents.max()), np.float64)
 
 
 def _by_frequency(table: Columns, counts: npt.NDArray[np.float64], capacity: int) -> tuple[Point, ...]:

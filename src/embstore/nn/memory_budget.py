@@ -110,6 +110,11 @@ class MemoryBudget:
     def rebalance(self) -> None:
         """Moves the limits half of the way to the best shares, unless every table has room."""
         tables = list(self._tables.values())
+        # A load builds tables aside and puts them in place, which ends what was observed of the old ones.
+        if unwatched := [table for table in tables if not table._core.samples_misses()]:
+            for table in unwatched:
+                table.sample_misses()
+            return
         if all(len(table) < table.options.max_capacity for table in tables):
             return
         target = self._best_rows(tables)

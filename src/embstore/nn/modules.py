@@ -74,7 +74,7 @@ def _with_defaults(options: TableOptions, device_rows: int, *, bounded: bool) ->
         return options
     return replace(
         options, score_strategy=ScoreStrategy.AGED_LFU, admission=Admission.FREQUENCY, shared_rows=1
-    )
+    ).within_bytes(options)
 
 
 def _new_table(options: TableOptions, device_rows: int) -> Table:
