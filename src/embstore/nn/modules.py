@@ -60,6 +60,12 @@ class ModuleKeywords(TypedDict, total=False):
     sharded: bool
 
 
+class CollectionKeywords(ModuleKeywords, total=False):
+    """What collections take."""
+
+    memory_budget: int | None
+
+
 class EmbeddingKeywords(TableKeywords, ModuleKeywords, total=False):
     """What `Embedding` and `EmbeddingBag` take, beside the dim."""
 
@@ -369,7 +375,7 @@ class EmbeddingBagCollection(TableCollection):
         features: Mapping[str, str] | None = None,
         *,
         mode: str = "sum",
-        **keywords: Unpack[ModuleKeywords],
+        **keywords: Unpack[CollectionKeywords],
     ) -> None:
         if mode not in ("sum", "mean"):
             raise ValueError(f"mode should be 'sum' or 'mean' but is: {mode!r}")
