@@ -64,7 +64,7 @@ PACKAGE := build/.done-package
 # An editable install keeps a list of modules, so it is repeated when one comes or goes.
 MODULES := build/.modules.$(call checksum,$(sort $(shell find src -name '*.py')))
 
-.PHONY: setup wheel docs demo test lint format bench sanitize trust clean help test-cpp test-py
+.PHONY: setup wheel docs demo test lint format bench movielens sanitize trust clean help test-cpp test-py
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -154,6 +154,9 @@ format: setup  ## rewrite the sources as lint wants them
 bench: setup  ## compare with FBGEMM, torch and TorchRec; writes build/bench.json
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks
+
+movielens: setup  ## prediction under a budget of rows: every strategy, the hashing trick, an oracle (5 minutes)
+	@$(BIN)/python -m benchmarks.movielens
 
 # TSan of older compilers cannot live with much address randomization; setarch -R turns it off.
 SANITIZE := -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DEMBSTORE_BUILD_TESTS=ON -DEMBSTORE_BUILD_PYTHON=OFF \

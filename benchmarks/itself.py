@@ -7,6 +7,7 @@ quality-cost               training steps of tables that keep frequent ids and h
                            and the forward pass of the full one against one that only hits
 threads-forward-D          the forward half of a training step, 2 threads against 1
 threads-rowwise-adagrad-D  forward + backward + row-wise Adagrad, 2 threads against 1
+sample-misses              the same step with `Table.sample_misses` on, against a twin without; dim 32
 """
 
 from collections.abc import Iterator
@@ -171,6 +172,31 @@ def two_threads(run: Run, dim: int, train: bool) -> Iterator[Row]:
     detail = rate(sizes.batch, our_time, their_time)
     yield Row(work, "itself, 1 thread", 2, their_time / our_time, 1.6, 1.9, detail)
     module.table.close()
+
+
+@register("sample-misses")
+def sample_misses(run: Run) -> Iterator[Row]:
+    sizes, dim = run.sizes, 32
+    batches = zipf_batches(sizes.rows, sizes.batch, sizes.batches)
+    weights = torch.empty(sizes.rows, dim).uniform_(-INITIALIZER_BOUND, INITIALIZER_BOUND)
+    sampling, plain = (twin_of(weights, embstore.RowwiseAdagrad(lr=LEARNING_RATE, eps=EPS)) for _ in range(2))
+    sampling.table.sample_misses()
+    grad = torch.randn(sizes.batch, dim) * GRADIENT_SCALE
+
+    def side(module: torch.nn.Module) -> Side:
+        return Side(lambda step: module(batches.keys[step % len(batches.keys)]).backward(grad))
+
+    for threads in run.threads:
+        embstore.set_num_threads(threads)
+        sides = [side(sampling), side(plain)]
+        our_time, their_time = interleave(sides, sizes.rounds, sizes.warmup_rounds, settle_seconds=0)
+        detail = (
+            f"{rate(sizes.batch, our_time, their_time)}; 1 in {1 / sampling.table.miss_sample().rate:.0f}"
+        )
+        work = f"row-wise Adagrad step, misses sampled, {sizes.rows:,} rows, dim {dim}"
+        yield Row(work, "itself, not sampled", threads, their_time / our_time, 0.98, 1.0, detail)
+    sampling.table.close()
+    plain.table.close()
 
 
 def register_dim(dim: int) -> None:

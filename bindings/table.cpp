@@ -43,16 +43,21 @@ nb::tuple ToArrays(RowBlock&& block, int64_t dim, int64_t width) {
       ToNumpy(std::move(block.states), state_rows, width), ToNumpy(std::move(block.scores), n));
 }
 
-std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype,
-                                 int64_t init_capacity, int64_t max_capacity,
-                                 int64_t bucket_capacity, double max_load_factor,
-                                 const std::string& optimizer, double initial_accumulator,
-                                 int initializer, const std::vector<double>& initializer_values,
-                                 int score_strategy, bool evict_least_used, uint64_t seed,
-                                 int eviction_log, int64_t eviction_log_capacity,
-                                 int64_t admission_threshold, bool admit_by_frequency,
-                                 int64_t half_life, int64_t shared_rows, int shared_by,
-                                 bool start_from_shared, std::shared_ptr<Store> store) {
+nb::tuple ToTuple(MissSampler::Sample&& sample) {
+  const size_t bins = sample.distances.size(), keys = sample.counts.size();
+  return nb::make_tuple(sample.rate, sample.uses, sample.first_uses, sample.evicted,
+                        sample.returned, ToNumpy(std::move(sample.distances), bins),
+                        ToNumpy(std::move(sample.counts), keys));
+}
+
+std::shared_ptr<Table> MakeTable(
+    const std::string& name, int64_t dim, int dtype, int64_t init_capacity, int64_t max_capacity,
+    int64_t bucket_capacity, double max_load_factor, const std::string& optimizer,
+    double initial_accumulator, int initializer, const std::vector<double>& initializer_values,
+    int score_strategy, bool evict_least_used, uint64_t seed, int eviction_log,
+    int64_t eviction_log_capacity, int64_t admission_threshold, bool admit_by_frequency,
+    int64_t half_life, int64_t shared_rows, int shared_by, bool start_from_shared, uint64_t ttl,
+    std::shared_ptr<Store> store) {
   TableOptions options;
   options.name = name;
   options.dim = dim;
@@ -72,6 +77,7 @@ std::shared_ptr<Table> MakeTable(const std::string& name, int64_t dim, int dtype
   options.shared_rows = shared_rows;
   options.shared_by = static_cast<Ownership>(shared_by);
   options.start_from_shared = start_from_shared;
+  options.ttl = ttl;
   options.store = std::move(store);
   return Table::Create(options);
 }
@@ -153,6 +159,27 @@ void BindTable(nb::module_& m) {
     return StoredRowBytes(dim, static_cast<DType>(dtype), options);
   });
 
+  m.def(
+      "full_table_bytes",
+      [](int64_t dim, int dtype, const std::string& optimizer, int64_t max_capacity,
+         int64_t bucket_capacity, double max_load_factor, bool evict_least_used,
+         int64_t admission_threshold, bool admit_by_frequency, int64_t shared_rows) {
+        TableOptions options;
+        options.dim = dim;
+        options.dtype = static_cast<DType>(dtype);
+        options.optimizer.kind = OptimizerFromName(optimizer);
+        options.index.max_capacity = max_capacity;
+        options.index.bucket_capacity = bucket_capacity;
+        options.index.max_load_factor = max_load_factor;
+        options.evict_least_used = evict_least_used;
+        options.admission_threshold = admission_threshold;
+        options.admit_by_frequency = admit_by_frequency;
+        options.shared_rows = shared_rows;
+        return Table::FullBytes(options);
+      },
+      "dim"_a, "dtype"_a, "optimizer"_a, "max_capacity"_a, "bucket_capacity"_a, "max_load_factor"_a,
+      "evict_least_used"_a, "admission_threshold"_a, "admit_by_frequency"_a, "shared_rows"_a);
+
   nb::class_<TableStats>(m, "TableStats")
       .def_ro("size", &TableStats::size)
       .def_ro("capacity", &TableStats::capacity)
@@ -166,7 +193,25 @@ void BindTable(nb::module_& m) {
       .def_ro("bytes", &TableStats::bytes)
       .def_ro("fetches", &TableStats::fetches)
       .def_ro("write_backs", &TableStats::write_backs)
+      .def_ro("expired", &TableStats::expired)
       .def_ro("dropped_gradients", &TableStats::dropped_gradients);
+
+  nb::class_<MissSampler>(m, "MissSampler", "What a table of another size would miss; see advise.")
+      .def(nb::init<int64_t>(), "window"_a)
+      .def("use",
+           [](MissSampler& sampler, uintptr_t address, int64_t n) {
+             const std::span<const int64_t> keys = Keys(address, n);
+             std::vector<uint32_t> chosen;
+             sampler.Select(keys, 0, chosen);
+             std::vector<int64_t> sampled;
+             for (const uint32_t i : chosen) sampled.push_back(keys[i]);
+             sampler.Use(sampled, n);
+           })
+      .def("evict",
+           [](MissSampler& sampler, uintptr_t address, int64_t n) {
+             for (const int64_t key : Keys(address, n)) sampler.Evict(key);
+           })
+      .def("sample", [](const MissSampler& sampler) { return ToTuple(sampler.sample()); });
 
   nb::class_<Table::Cursor>(m, "Cursor").def(nb::init<>()).def_ro("next", &Table::Cursor::next);
 
@@ -177,7 +222,7 @@ void BindTable(nb::module_& m) {
            "initial_accumulator"_a, "initializer"_a, "initializer_values"_a, "score_strategy"_a,
            "evict_least_used"_a, "seed"_a, "eviction_log"_a, "eviction_log_capacity"_a,
            "admission_threshold"_a, "admit_by_frequency"_a, "half_life"_a, "shared_rows"_a,
-           "shared_by"_a, "start_from_shared"_a, "store"_a.none())
+           "shared_by"_a, "start_from_shared"_a, "ttl"_a, "store"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_width", &Table::state_width)
       .def_prop_ro("row_bytes", &Table::row_bytes)
@@ -251,7 +296,21 @@ void BindTable(nb::module_& m) {
             ApplyGradientsToShared(table, Keys(numbers, n), view, step);
           },
           Unlocked())
+      .def("samples_misses", &Table::samples_misses, Unlocked())
+      .def("sample_misses", &Table::SampleMisses, Unlocked(), "on"_a)
+      .def("age_miss_sample", &Table::AgeMissSample, Unlocked(), "factor"_a)
+      .def("miss_sample",
+           [](const Table& table) {
+             MissSampler::Sample sample;
+             {
+               nb::gil_scoped_release unlocked;
+               sample = table.MissSample();
+             }
+             return ToTuple(std::move(sample));
+           })
+      .def("expire", &Table::Expire, Unlocked(), "min_score"_a)
       .def("clear", &Table::Clear, Unlocked())
+      .def("set_max_capacity", &Table::SetMaxCapacity, Unlocked(), "rows"_a)
       .def("reserve", &Table::Reserve, Unlocked(), "rows"_a)
       .def("export",
            [](const Table& table, Table::Cursor& cursor, int64_t max_rows, uint64_t min_score,

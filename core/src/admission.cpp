@@ -29,6 +29,12 @@ AdmissionFilter::AdmissionFilter(int64_t threshold)
   entries_.resize(kFirstBuckets * kEntriesPerBucket);
 }
 
+int64_t AdmissionFilter::BytesFor(int64_t keys) {
+  const auto entries = std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(keys, 1)));
+  return static_cast<int64_t>(std::max(entries, uint64_t{kFirstBuckets * kEntriesPerBucket}) *
+                              sizeof(uint16_t));
+}
+
 void AdmissionFilter::Reserve(int64_t keys) {
   // An entry does not know its whole hash, so both halves get a copy; the copy in the wrong half is
   // never counted again and is replaced in time.

@@ -21,9 +21,15 @@ uint16_t TagOf(uint64_t hash) { return static_cast<uint16_t>(hash >> 48); }
 }  // namespace
 
 FrequencySketch::FrequencySketch(int64_t keys, uint64_t seed)
-    : secret_(SecretOf(seed ^ 0x9e3779b97f4a7c15ULL)),
-      buckets_(std::bit_ceil(static_cast<size_t>(std::max<int64_t>(keys / kEntries, 1))),
-               Bucket{}) {}
+    : secret_(SecretOf(seed ^ 0x9e3779b97f4a7c15ULL)), buckets_(BucketsFor(keys), Bucket{}) {}
+
+size_t FrequencySketch::BucketsFor(int64_t keys) {
+  return std::bit_ceil(static_cast<size_t>(std::max<int64_t>(keys / kEntries, 1)));
+}
+
+int64_t FrequencySketch::BytesFor(int64_t keys) {
+  return static_cast<int64_t>(BucketsFor(keys) * sizeof(Bucket));
+}
 
 FrequencySketch::Bucket& FrequencySketch::Aged(uint64_t hash, int64_t half_life) {
   Bucket& bucket = buckets_[BucketOf(hash)];

@@ -45,6 +45,25 @@ IndexLayout LayoutFor(int64_t buckets) {
   }
 }
 
+int64_t GroupsOfBucket(int64_t bucket_capacity) {
+  return CeilDiv(bucket_capacity + bucket_capacity / 8, kGroup);
+}
+
+// While some stripes have grown and others have not, their loads differ. So an index of many
+// stripes keeps some room even at max_capacity.
+int64_t BucketsFor(int64_t keys, int64_t max_capacity, int64_t bucket_capacity,
+                   double max_load_factor) {
+  const auto at_load = [&](int64_t n, double load) {
+    return static_cast<int64_t>(
+        std::ceil(static_cast<double>(n) / (load * static_cast<double>(bucket_capacity))));
+  };
+  const int64_t most = CeilDiv(max_capacity, bucket_capacity);
+  const int64_t limit = most <= kStripe ? most : at_load(max_capacity, kMostLoad);
+  const double load = most <= kStripe ? max_load_factor : std::min(max_load_factor, kMostLoad);
+  const int64_t wanted = at_load(keys, load);
+  return keys <= max_capacity ? std::min(wanted, limit) : std::max(at_load(keys, kMostLoad), limit);
+}
+
 IndexLayout After(const IndexLayout& layout) {
   return LayoutFor(static_cast<int64_t>(layout.buckets) + 1);
 }
@@ -69,7 +88,7 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
         static_cast<double>(options.init_capacity));
   Check(max_load_factor_ > 0.0 && max_load_factor_ <= 1.0, "max_load_factor",
         "above 0 and at most 1", max_load_factor_);
-  bucket_groups_ = static_cast<uint32_t>(CeilDiv(bucket_capacity_ + bucket_capacity_ / 8, kGroup));
+  bucket_groups_ = static_cast<uint32_t>(GroupsOfBucket(bucket_capacity_));
   while (bucket_groups_ > IndexGroup::kBlocks << block_bits_) ++block_bits_;
   grown_ = LayoutFor(options.init_capacity < max_capacity_
                          ? CeilDiv(options.init_capacity, bucket_capacity_)
@@ -79,19 +98,17 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
   groups_ = HugeBuffer(BytesOf(grown_));
 }
 
-// While some stripes have grown and others have not, their loads differ. So an index of many
-// stripes keeps some room even at max_capacity.
 int64_t KeyIndex::BucketsFor(int64_t keys) const {
-  const auto at_load = [&](int64_t n, double load) {
-    return static_cast<int64_t>(
-        std::ceil(static_cast<double>(n) / (load * static_cast<double>(bucket_capacity_))));
-  };
-  const int64_t most = CeilDiv(max_capacity_, bucket_capacity_);
-  const int64_t limit = most <= kStripe ? most : at_load(max_capacity_, kMostLoad);
-  const double load = most <= kStripe ? max_load_factor_ : std::min(max_load_factor_, kMostLoad);
-  const int64_t wanted = at_load(keys, load);
-  return keys <= max_capacity_ ? std::min(wanted, limit)
-                               : std::max(at_load(keys, kMostLoad), limit);
+  return embstore::BucketsFor(keys, max_capacity_, bucket_capacity_, max_load_factor_);
+}
+
+size_t KeyIndex::FullBytes(const KeyIndexOptions& options) {
+  const IndexLayout layout =
+      LayoutFor(embstore::BucketsFor(options.max_capacity, options.max_capacity,
+                                     options.bucket_capacity, options.max_load_factor));
+  return HugeBuffer::SizeFor(static_cast<size_t>(layout.buckets) *
+                             static_cast<size_t>(GroupsOfBucket(options.bucket_capacity)) *
+                             sizeof(IndexGroup));
 }
 
 int64_t KeyIndex::buckets() const {

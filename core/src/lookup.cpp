@@ -16,7 +16,8 @@ constexpr int64_t kKeysPerTask = 2048;
 // A share of one request: bags [first, last) if pooled, else keys [first, last).
 struct Share {
   int64_t first, last;
-  std::vector<uint32_t> missing;  // occurrences without a row, ascending
+  std::vector<uint32_t> missing = {};  // occurrences without a row, ascending
+  std::vector<uint32_t> sampled = {};  // occurrences for the MissSampler, ascending
 };
 
 // A request in progress.
@@ -36,6 +37,10 @@ struct Work {
   bool has_more() const {
     return request->table->store() != nullptr || request->table->has_shared_rows();
   }
+  // Of a training batch, where misses are sampled.
+  MissSampler* miss_sampler() const {
+    return score.update == ScoreUpdate::kKeep ? nullptr : request->table->miss_sampler();
+  }
   bool pooled() const { return request->pooling != Pooling::kNone; }
   const float* extra_rows() const { return extra.empty() ? nullptr : extra.data(); }
 
@@ -43,7 +48,7 @@ struct Work {
     const auto n = static_cast<int64_t>(request->keys.size());
     if (!pooled()) {
       for (int64_t i = 0; i < n; i += kKeysPerTask) {
-        shares.push_back({i, std::min(i + kKeysPerTask, n), {}});
+        shares.push_back({i, std::min(i + kKeysPerTask, n)});
       }
       return;
     }
@@ -56,7 +61,7 @@ struct Work {
                                                 kKeysPerTask;) {
         ++last;
       }
-      shares.push_back({first, last, {}});
+      shares.push_back({first, last});
     }
   }
 
@@ -74,6 +79,9 @@ struct Work {
                              score);
     for (int64_t i = begin; i < end; ++i) {
       if (numbers[i] == kMissingRow) share.missing.push_back(static_cast<uint32_t>(i));
+    }
+    if (const MissSampler* sampler = miss_sampler()) {
+      sampler->Select(request->keys.subspan(static_cast<size_t>(begin), n), begin, share.sampled);
     }
     const RowsView rows = request->table->rows();
     if (pooled()) {
@@ -134,6 +142,16 @@ struct Work {
       PoolBags(rows, bag, bag + 1);
       done = request->offsets[static_cast<size_t>(bag + 1)];
     }
+  }
+
+  void SampleMisses() const {
+    MissSampler* const sampler = miss_sampler();
+    if (!sampler) return;
+    std::vector<int64_t> keys;
+    for (const Share& share : shares) {
+      for (const uint32_t i : share.sampled) keys.push_back(request->keys[i]);
+    }
+    sampler->Use(keys, std::ssize(request->keys));
   }
 
   void CollectMissing() {
@@ -253,6 +271,7 @@ void Run(std::vector<Work>& works, Access access) {
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();
+    work.SampleMisses();
     if (access == Access::kReadInitial || (access == Access::kReadZero && work.has_more())) {
       work.UseOtherVectors(access == Access::kReadInitial);
     }
@@ -341,6 +360,7 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
   for (const Work& work : works) work.request->table->RequireScore();
   for (Work& work : works) {
     work.score = work.request->table->NextBatchScore(std::ssize(work.request->keys));
+    work.request->table->ExpireOld(work.score.score);
   }
   Run(works, access);
   for (size_t i = 0; i < works.size(); ++i) results[i].refused = works[i].refused;

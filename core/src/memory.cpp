@@ -104,8 +104,12 @@ HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
   return *this;
 }
 
+size_t HugeBuffer::SizeFor(size_t bytes) {
+  return RoundUp(std::max(bytes, kPage), bytes >= kHugePage ? kHugePage : kPage);
+}
+
 void HugeBuffer::Grow(size_t bytes) {
-  bytes = RoundUp(std::max(bytes, kPage), bytes >= kHugePage ? kHugePage : kPage);
+  bytes = SizeFor(bytes);
   if (bytes <= size_) return;
   if (bytes > reserved_) {
     size_t reserved = data_ ? std::max(bytes, 2 * size_) : bytes;
@@ -130,10 +134,16 @@ void HugeBuffer::Grow(size_t bytes) {
   AskForHugePages(data_, size_);
 }
 
-void HugeBuffer::Clear() {
-  if (!data_) return;
+void HugeBuffer::Clear() { Release(0); }
+
+void HugeBuffer::Release(size_t from) {
+  if (from >= size_) return;
+  const size_t page = std::min(RoundUp(from, kPage), size_);
+  std::memset(data_ + from, 0, page - from);
   // Locked pages cannot be returned.
-  if (madvise(data_, size_, MADV_DONTNEED) != 0) std::memset(data_, 0, size_);
+  if (madvise(data_ + page, size_ - page, MADV_DONTNEED) != 0) {
+    std::memset(data_ + page, 0, size_ - page);
+  }
 }
 
 namespace {

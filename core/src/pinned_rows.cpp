@@ -73,4 +73,13 @@ void PinnedRows::TakeAllFromLists() {
   for (SlotList* list : lists_) std::fill_n(list->rows(), list->size(), kMissingRow);
 }
 
+void PinnedRows::Renumber(std::span<const Row> number) {
+  std::lock_guard guard(mutex_);
+  for (SlotList* list : lists_) {
+    for (Row *row = list->rows(), *end = row + list->size(); row != end; ++row) {
+      if (*row >= 0) *row = number[static_cast<size_t>(*row)];
+    }
+  }
+}
+
 }  // namespace embstore

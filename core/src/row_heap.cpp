@@ -27,6 +27,12 @@ void RowHeap::Take(int64_t count) {
   used_ += count - reused;
 }
 
+void RowHeap::Truncate(int64_t rows) {
+  rows_.Release(static_cast<size_t>(rows * row_bytes_));
+  free_.clear();
+  used_ = granted_ = rows;
+}
+
 void RowHeap::Clear() {
   rows_.Clear();
   free_.clear();

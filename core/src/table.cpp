@@ -48,6 +48,12 @@ const TableOptions& Validated(const TableOptions& options) {
     check(options.admission_threshold == 0,
           "admit_by_frequency should come without admission_threshold");
   }
+  if (options.ttl > 0 && options.score_strategy != ScoreStrategy::kTimestamp &&
+      options.score_strategy != ScoreStrategy::kStep &&
+      options.score_strategy != ScoreStrategy::kNoEviction) {
+    throw InvalidArgument("ttl should be 0 for a score strategy without a clock but is: " +
+                          std::to_string(options.ttl));
+  }
   Validate(options.initializer);
   Validate(options.optimizer);
   const int64_t row_bytes = StoredRowBytes(options.dim, options.dtype, options.optimizer);
@@ -60,15 +66,15 @@ const TableOptions& Validated(const TableOptions& options) {
   return options;
 }
 
+}  // namespace
+
 // A class has so few keys that its smallest score is found quickly; a table of a few buckets is one
 // class.
-int ClassBits(int64_t max_capacity) {
+int Table::ClassBits(int64_t max_capacity) {
   constexpr int64_t kSmall = 1024, kKeysPerClass = 128;
   if (max_capacity <= kSmall) return 0;
   return std::bit_width(static_cast<uint64_t>(max_capacity / kKeysPerClass)) - 1;
 }
-
-}  // namespace
 
 int64_t DefaultHalfLife(int64_t max_capacity) {
   constexpr int64_t kLeastKeys = 1 << 15;
@@ -83,6 +89,10 @@ void RequireBatchSize(size_t keys) {
 
 int64_t StoredRowBytes(int64_t dim, DType dtype, const OptimizerOptions& optimizer) {
   return StateOffset(dim, dtype) + 4 * StateWidth(optimizer, dim);
+}
+
+int64_t Table::RowStride(const TableOptions& options) {
+  return RoundUp(StoredRowBytes(options.dim, options.dtype, options.optimizer), kRowAlignment);
 }
 
 SlotList::SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys)
@@ -106,7 +116,7 @@ Table::Table(const TableOptions& options)
     : options_(options),
       state_width_(StateWidth(options.optimizer, options.dim)),
       state_offset_(StateOffset(options.dim, options.dtype)),
-      row_stride_(RoundUp(state_offset_ + 4 * state_width_, kRowAlignment)),
+      row_stride_(RowStride(options)),
       initializer_(options.initializer, options.seed, options.name),
       clock_(options.score_strategy,
              options.half_life > 0

@@ -25,8 +25,6 @@ std::vector<uint32_t> Table::Admit(const int64_t* keys, std::vector<uint32_t>& m
     return waiting;
   }
   if (!admission_) return {};
-  // Keys that are seen once or twice outnumber those that stay.
-  constexpr int64_t kTrackedPerRow = 4;
   admission_->Reserve(kTrackedPerRow * index_->capacity());
   for (const uint32_t i : missing) admission_->Count(keys[i]);
   const FetchedRows below = Fetch(keys, missing);  // keys that are stored stay admitted
@@ -59,10 +57,7 @@ void Table::AddToSketch(int64_t key, double amount) {
   sketch_->Add(key, AgedAmount(clock_.Peek(), now) * amount, now);
 }
 
-FrequencySketch Table::EmptySketch() const {
-  constexpr int64_t kTrackedPerRow = 4, kLeastTracked = 1 << 14;
-  return {std::max(kLeastTracked, kTrackedPerRow * row_limit_), options_.index.seed};
-}
+FrequencySketch Table::EmptySketch() const { return {SketchKeys(row_limit_), options_.index.seed}; }
 
 void Table::Contest(const int64_t* keys, Newcomers& fresh) {
   const int64_t n = fresh.size(), now = clock_.half_life();

@@ -296,9 +296,16 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
 }
 
 void Table::LogEvictions(std::span<Evicted> evicted) {
-  stats_.evictions += static_cast<int64_t>(evicted.size());
+  const auto expired = std::count_if(evicted.begin(), evicted.end(), [&](const Evicted& gone) {
+    return !below_.exists() && gone.entry.score < expired_below_;
+  });
+  stats_.expired += expired;
+  stats_.evictions += std::ssize(evicted) - expired;
   if (changes_) {
     for (const Evicted& gone : evicted) changes_->Remove(gone.entry.key);
+  }
+  if (miss_sampler_) {
+    for (const Evicted& gone : evicted) miss_sampler_->Evict(gone.entry.key);
   }
   if (options_.eviction_log == EvictionLog::kOff) return;
   // Their order depends on the threads; that of the log must not.

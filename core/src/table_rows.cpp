@@ -124,7 +124,7 @@ void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score)
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
     find(view, keys.data(), n, nullptr, rows, score.update, score.score);
-    if (counts_apart() && score.update != ScoreUpdate::kKeep) CountUses(rows, n);
+    AfterUse(rows, n, score);
     return;
   }
   // A hit changes the score too, so its row is announced first.
@@ -138,7 +138,17 @@ void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score)
     BeforeChange(index_->entry(slots[i]));
     RenewScore(view.score(slots[i]), score.update, score.score);
   }
+  AfterUse(rows, n, score);
+}
+
+void Table::AfterUse(const Row* rows, int64_t n, BatchScore score) {
+  if (score.update == ScoreUpdate::kKeep) return;
   if (counts_apart()) CountUses(rows, n);
+  if (!tracks_dirty() || options_.ttl == 0) return;
+  for (int64_t i = 0; i < n; ++i) {
+    if (rows[i] == kMissingRow) continue;
+    MarkDirty(rows[i]);  // the store has to learn the new score, even where no gradient follows
+  }
 }
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,
@@ -217,6 +227,10 @@ void Table::SetUses(std::span<const int64_t> keys, const uint32_t* uses) {
 int64_t Table::Erase(std::span<const int64_t> keys) {
   std::unique_lock guard(lock_);
   RequireOpen();
+  return EraseLocked(keys);
+}
+
+int64_t Table::EraseLocked(std::span<const int64_t> keys) {
   int64_t only_below = 0;
   if (below_.exists()) {
     const std::vector<int64_t> below = OnlyBelow(keys);

@@ -26,7 +26,11 @@ FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing)
 
 void Table::FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
                     float* scratch) {
-  if (!below_.Install(below.Find(key), row, rows_)) InitRow(row, key, initial, scratch);
+  if (!below_.Install(below.Find(key), row, rows_)) {
+    InitRow(row, key, initial, scratch);
+  } else if (options_.ttl > 0) {
+    MarkDirty(row);  // the store has to learn when it was last used
+  }
 }
 
 void Table::WriteBack(std::span<const Evicted> evicted) {
@@ -58,8 +62,8 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32
   std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
   if (missing.empty()) return;
   // The lowest score, so that a row that is brought up and not used is evicted first.
-  InsertMissing(keys.data(), rows, missing, 1, nullptr, below, nullptr);
-  if (!counts_occurrences()) return;
+  InsertMissing(keys.data(), rows, missing, kUnusedScore, nullptr, below, nullptr);
+  if (!keeps_scores()) return;
   for (uint32_t i : missing) {  // coming up is not an occurrence
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;

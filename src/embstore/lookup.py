@@ -85,6 +85,8 @@ def _one_pass(requests: Sequence[Request], access: Access) -> list[npt.NDArray[n
         outs.append(out)
     results = _core.look_up(engine_requests, int(access))
     for r, (keys, _), (_, refused) in zip(requests, kept, results, strict=True):
+        if access == Access.TRAIN:
+            r.table.pressure.after_batch(r.table)
         if refused:
             r.table.report_refused(refused, keys.n)
     return outs

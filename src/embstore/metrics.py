@@ -42,6 +42,7 @@ COUNTERS = {
     "inserts": "Rows that were made or came up from the store.",
     "evictions": "Rows that gave way to others.",
     "refusals": "Keys that found no room.",
+    "expired": "Rows that were not used for too long.",
     "dropped_gradients": "Rows that were evicted before their gradient came.",
     "unadmitted": "Occurrences of keys that have no row yet.",
     "fetches": "Rows that came up from the store.",

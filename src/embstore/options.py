@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
+from embstore import _core
 from embstore.initializers import Initializer, Uniform
 from embstore.optimizers import SGD, Optimizer
 
@@ -136,6 +137,7 @@ class TableKeywords(TypedDict, total=False):
     initializer: Initializer
     init_capacity: int
     max_capacity: int
+    max_bytes: int | None
     bucket_capacity: int
     max_load_factor: float
     score_strategy: ScoreStrategy | str
@@ -149,6 +151,7 @@ class TableKeywords(TypedDict, total=False):
     half_life: int
     shared_rows: int
     start_from_shared: bool
+    ttl: float | None
 
 
 class AllTableKeywords(TableKeywords, total=False):
@@ -159,6 +162,24 @@ class AllTableKeywords(TableKeywords, total=False):
 
 
 _NOT_NAMED = cast(ScoreStrategy, None)
+
+
+def as_age(value: object, strategy: ScoreStrategy, name: str, *, zero: bool = False) -> int:
+    """A time in units of the score: nanoseconds of seconds, or batches. Raises ValueError where the strategy
+    has no clock, or where the value is no time."""
+    if strategy == ScoreStrategy.STEP:
+        if isinstance(value, int) and not isinstance(value, bool) and (not zero) <= value < 1 << 63:
+            return value
+        raise ValueError(f"{name} should be a number of batches (an integer) but is: {value!r}")
+    if strategy not in (ScoreStrategy.TIMESTAMP, ScoreStrategy.NO_EVICTION):
+        raise ValueError(
+            f"{name} needs a score strategy with a clock ('timestamp', 'no_eviction' or 'step') but that of "
+            f"the table is: {strategy.name.lower()!r}"
+        )
+    seconds = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 33
+    if not seconds or (not zero and round(value * 1e9) == 0):  # type: ignore[operator]
+        raise ValueError(f"{name} should be a number of seconds but is: {value!r}")
+    return round(value * 1e9)  # type: ignore[operator]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +194,8 @@ class TableOptions:
         initializer: one of embstore.initializers
         init_capacity: rows to have room for at first
         max_capacity: rows at most; beyond it the smallest scores go ("no_eviction": the table grows on)
+        max_bytes: instead of max_capacity: as many rows as fit, with their share of the index; it becomes
+            max_capacity, and reads None afterwards
         bucket_capacity: rows of a bucket, a multiple of 16
         max_load_factor: the index grows beyond this fraction of its capacity; 0.9 costs least memory
         score_strategy: "timestamp", "step", "customized", "lfu", "importance", "no_eviction", or
@@ -191,6 +214,9 @@ class TableOptions:
         shared_rows: rows that all ids without a row of their own read and train. 0: such ids read 0.0
         start_from_shared: a new row begins with the vector of its shared row once that is in use, else with
             its initial value
+        ttl: a row that is not used in training for so long is removed, within an eighth of that time more:
+            seconds, or batches where the score_strategy is "step". None: never. "timestamp",
+            "no_eviction" and "step" only
 
     Raises:
         ValueError: a value is out of range or of another type; the message names it.
@@ -210,6 +236,7 @@ class TableOptions:
     initializer: Initializer = field(default_factory=Uniform)
     init_capacity: int = 1 << 14
     max_capacity: int = DEFAULT_MAX_CAPACITY
+    max_bytes: int | None = None
     bucket_capacity: int = 128
     max_load_factor: float = 0.9
     score_strategy: ScoreStrategy = _NOT_NAMED  # TIMESTAMP, unless a module decides
@@ -223,7 +250,9 @@ class TableOptions:
     half_life: int = 0
     shared_rows: int = 0
     start_from_shared: bool = True
+    ttl: float | None = None
     _names_strategy: ClassVar[bool] = False
+    _bytes_given: ClassVar[int | None] = None  # max_bytes, before it became max_capacity
 
     if TYPE_CHECKING:  # names of enum members are taken too
 
@@ -245,10 +274,11 @@ class TableOptions:
             "admission_threshold",
             "half_life",
             "shared_rows",
+            "max_bytes",
         )
         for name in integers:
             value = getattr(self, name)
-            if name == "seed" and value is None:
+            if name in ("seed", "max_bytes") and value is None:
                 continue
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"{name} should be an integer but is: {value!r}")
@@ -282,6 +312,15 @@ class TableOptions:
         put("eviction_log", as_enum(EvictionLog, "eviction_log", self.eviction_log))
         if self.seed is not None:
             put("seed", self.seed & 0xFFFF_FFFF_FFFF_FFFF)
+        if self.max_bytes is not None:
+            if self.max_capacity != DEFAULT_MAX_CAPACITY:
+                raise ValueError(
+                    f"max_bytes should be None beside max_capacity ({self.max_capacity}) "
+                    f"but is: {self.max_bytes}"
+                )
+            put("max_capacity", self.rows_within(self.max_bytes))
+            put("_bytes_given", self.max_bytes)
+            put("max_bytes", None)
         # init_capacity has a default, so a small max_capacity alone must be enough.
         put("init_capacity", min(self.init_capacity, max(self.max_capacity, 0)))
         if not 0 <= self.admission_threshold <= 255:
@@ -291,6 +330,8 @@ class TableOptions:
         if self.max_capacity < 1:
             raise ValueError(f"max_capacity should be at least 1 but is: {self.max_capacity}")
         self._check_ageing(put)
+        if self.ttl is not None:
+            as_age(self.ttl, self.score_strategy, "ttl")
 
     @property
     def says_what_goes(self) -> bool:
@@ -301,6 +342,7 @@ class TableOptions:
             or self.admission
             or self.evict_least_used
             or self.shared_rows
+            or self.ttl is not None
         )
 
     @property
@@ -332,3 +374,46 @@ class TableOptions:
                 "admission should be 'all' beside an admission_threshold, which is: "
                 f"{self.admission_threshold}"
             )
+
+    def full_bytes(self, rows: int) -> int:
+        """Bytes of a table of these options that holds so many rows at most, and as many."""
+        return _core.full_table_bytes(
+            dim=self.dim,
+            dtype=int(self.dtype),
+            optimizer=self.optimizer.engine_name,
+            max_capacity=rows,
+            bucket_capacity=self.bucket_capacity,
+            max_load_factor=self.max_load_factor,
+            evict_least_used=self.evict_least_used,
+            admission_threshold=self.admission_threshold,
+            admit_by_frequency=self.admission == Admission.FREQUENCY,
+            shared_rows=self.shared_rows,
+        )
+
+    def rows_within(self, budget_bytes: int) -> int:
+        """The rows of the largest table that needs at most so many bytes. Raises ValueError when not even a
+        bucket fits."""
+        least, most = self.bucket_capacity, DEFAULT_MAX_CAPACITY
+        if self.full_bytes(least) > budget_bytes:
+            raise ValueError(
+                f"max_bytes should be at least {self.full_bytes(least)}, for a bucket of {least} rows, "
+                f"but is: {budget_bytes}"
+            )
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.full_bytes(middle) <= budget_bytes:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def within_bytes(self, before: TableOptions) -> TableOptions:
+        """These options with the rows that fit the max_bytes of others, which they were made of."""
+        if before._bytes_given is None:
+            return self
+        return replace(self, max_capacity=self.rows_within(before._bytes_given))
+
+    @property
+    def ttl_score(self) -> int:
+        """The ttl in units of the score; 0: none."""
+        return 0 if self.ttl is None else as_age(self.ttl, self.score_strategy, "ttl")

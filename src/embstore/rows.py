@@ -61,7 +61,8 @@ class Stats:
 
     inserts counts the rows that took a slot, fetches those of them that came from the store below, and
     write_backs the rows that went down to it. dropped_gradients counts rows that were evicted although a
-    live batch had them, because no other row could go: the gradients of that batch skip them.
+    live batch had them, because no other row could go: the gradients of that batch skip them. expired counts
+    the rows that were not used for too long.
 
     Examples:
         >>> import embstore
@@ -86,6 +87,7 @@ class Stats:
     fetches: int
     write_backs: int
     dropped_gradients: int
+    expired: int
 
     @property
     def hit_rate(self) -> float | None:

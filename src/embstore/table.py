@@ -29,10 +29,11 @@ from embstore.options import (
     TableOptions,
 )
 from embstore.ownership import Ownership
+from embstore.pressure import Pressure
 from embstore.progress import Wanted, shown
 from embstore.rows import Rows, Stats
 from embstore.stores import Store
-from embstore.table_views import TableViews
+from embstore.table_sizing import TableSizing
 
 RESERVE_STEPS = 50  # that progress is told of
 
@@ -56,7 +57,7 @@ class RefusedKeysError(RuntimeError):
     """
 
 
-class Table(TableViews):
+class Table(TableSizing):
     """A named set of rows with one dimension, optimizer, initializer and score strategy.
 
     Keys are integers in numpy arrays, torch tensors or sequences; answers come in the kind (and on the
@@ -113,6 +114,7 @@ class Table(TableViews):
         self.store = store
         self.shared_by = shared_by
         self._store_handle = None if store is None else store.handle()
+        self.pressure = Pressure()
         self.dumps: list[Any] = []  # in the background, of this table
         # What a score has in files of layout v2: () is one word, ("timestamp", "lfu") the score and the uses.
         self.score_words: tuple[str, ...] = ()
@@ -143,6 +145,7 @@ class Table(TableViews):
             shared_rows=options.shared_rows,
             shared_by=int(shared_by),
             start_from_shared=options.start_from_shared,
+            ttl=options.ttl_score,
             store=self._store_handle,
         )
 
@@ -251,6 +254,7 @@ class Table(TableViews):
             self._core, k.address, k.n, 0, 0, 0, 0, address(values), int(DType.FLOAT32), self.dim, 0
         )
         ((_, refused),) = _core.look_up([request], 0)
+        self.pressure.after_batch(self)
         self.report_refused(refused, k.n)
         return k.like(values.reshape(*k.shape, self.dim))
 

@@ -68,6 +68,17 @@ def crowded(world_of_batches: int, steps: int, restart: str | None = None) -> tu
     return module.table.rows(), module.table.shared_rows()
 
 
+def expiring(world_of_batches: int, steps: int) -> tuple[Any, int]:
+    """Trains a table whose rows expire, on few ids a step. Returns the rows and how many expired."""
+    module = embstore.Embedding(table=embstore.Table(table("a", "adagrad", ttl=3)), sharded=True)
+    rank, share = dist.get_rank(), world_of_batches // dist.get_world_size()
+    for step in range(steps):
+        parts = np.array_split(batch_of(step, "u")[0].numpy()[:6], world_of_batches)
+        out = module(IDS[np.concatenate(parts[rank * share : (rank + 1) * share])])
+        (out.square().sum() / share).backward()
+    return module.table.rows(), module.table.stats().expired
+
+
 def part_of(step: int, rank: int, world: int) -> slice:
     """Other parts at every step; with several ranks one of them is empty now and then."""
     cuts = np.random.default_rng(step).integers(0, SAMPLES + 1, world - 1)

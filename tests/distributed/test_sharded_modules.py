@@ -72,6 +72,19 @@ def test_shared_rows_do_not_depend_on_the_number_of_ranks_that_divides_theirs(
     assert found[0] == found[1] == found[2]
 
 
+def test_the_same_ids_expire_on_any_number_of_ranks() -> None:
+    last_use = {int(jobs.IDS[i]): step for step in range(12) for i in jobs.batch_of(step, "u")[0][:6]}
+    found = []
+    for world in (1, 2, 4):
+        answers = ranks.run(world, jobs.expiring, 4, 12)
+        own = whole([{"a": rows} for rows, _ in answers])["a"]
+        assert own.keys.tolist() == sorted(key for key, step in last_use.items() if 11 - step <= 3)
+        found.append(
+            [sum(n for _, n in answers), *(getattr(own, f).tobytes() for f in ("values", "states", "scores"))]
+        )
+    assert found[0] == found[1] == found[2] and found[0][0] > 5
+
+
 @pytest.mark.parametrize("patient", [False, True])
 def test_max_norm_counts_the_rows_of_all_ranks(patient: bool) -> None:
     alone = ranks.run(1, jobs.clipped, 2, patient)

@@ -35,6 +35,8 @@ class AdmissionFilter {
   // InvalidArgument for anything that Save does not return.
   bool Restore(std::span<const uint16_t> saved);
 
+  // Of a filter with room for so many keys.
+  static int64_t BytesFor(int64_t keys);
   int64_t bytes() const { return static_cast<int64_t>(entries_.size() * sizeof(uint16_t)); }
 
  private:

@@ -31,6 +31,7 @@ class FrequencySketch {
   // Restores what Save returned. False, and nothing changes, if the sizes differ.
   bool Restore(std::span<const uint16_t> saved);
 
+  static int64_t BytesFor(int64_t keys);
   int64_t bytes() const { return static_cast<int64_t>(buckets_.size() * sizeof(Bucket)); }
 
  private:
@@ -43,6 +44,7 @@ class FrequencySketch {
   static_assert(sizeof(Bucket) == 64);
 
   uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
+  static size_t BucketsFor(int64_t keys);
   size_t BucketOf(uint64_t hash) const { return hash & (buckets_.size() - 1); }
   Bucket& Aged(uint64_t hash, int64_t half_life);
 

@@ -70,6 +70,8 @@ class KeyIndex {
   int64_t size() const { return size_; }
   int64_t capacity() const;  // keys that fit without growing; at load factor 1
   int64_t max_capacity() const { return max_capacity_; }
+  // Bytes of an index that holds max_capacity keys.
+  static size_t FullBytes(const KeyIndexOptions& options);
   size_t bytes() const { return groups_.size() + overflow_.size() * sizeof(OverflowEntry); }
   int64_t overflow_size() const { return overflow_used_; }
 

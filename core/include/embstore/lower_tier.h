@@ -7,7 +7,7 @@
 // A table without a store has no lower tier: exists() is false, Fetch finds nothing, and no row is
 // dirty.
 //
-// Thread safety: the table's lock guards it. Const methods may run together, and so may MarkDirty
+// Thread safety: the table's lock guards it. Const methods may run together, and so may MarkDirty,
 // and Install of different rows. Fetch only reads the store and needs no lock.
 //
 // Invariants
@@ -83,9 +83,14 @@ class LowerTier {
   bool IsDirty(Row row) const { return dirty_[static_cast<size_t>(row)] != 0; }
   void MarkDirty(Row row) {
     assert(row >= 0 && row < std::ssize(dirty_));
-    dirty_[static_cast<size_t>(row)] = 1;
+    // Several threads may mark the same row.
+    std::atomic_ref<uint8_t>(dirty_[static_cast<size_t>(row)]).store(1, std::memory_order_relaxed);
   }
-  void Grow(int64_t capacity);  // rows are below it
+  void Grow(int64_t capacity);      // rows are below it
+  void MoveRow(Row from, Row to) {  // to another number
+    dirty_[static_cast<size_t>(to)] = dirty_[static_cast<size_t>(from)];
+    dirty_[static_cast<size_t>(from)] = 0;
+  }
   // Writes the dirty ones of these rows. If the store throws, rows that were not written stay
   // dirty.
   void WriteBack(std::span<const IndexEntry> entries, const RowHeap& rows);

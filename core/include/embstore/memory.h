@@ -19,6 +19,9 @@ class HugeBuffer {
   HugeBuffer(HugeBuffer&& other) noexcept;
   HugeBuffer& operator=(HugeBuffer&& other) noexcept;
 
+  // The size of a buffer that was asked for so many bytes: whole pages.
+  static size_t SizeFor(size_t bytes);
+
   // Makes the buffer larger. The contents stay, new bytes are zero, the address may change. Pages
   // are remapped, not copied, and rarely: a growing buffer reserves addresses for twice its size.
   // Throws OutOfMemory and leaves the buffer as it was.
@@ -26,6 +29,9 @@ class HugeBuffer {
 
   // Zeroes all bytes and returns their pages to the system.
   void Clear();
+
+  // Zeroes the bytes from here on and returns whole pages of them to the system.
+  void Release(size_t from);
 
   std::byte* data() { return data_; }
   const std::byte* data() const { return data_; }

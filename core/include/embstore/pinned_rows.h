@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <iterator>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "embstore/slot_list.h"
@@ -43,6 +44,8 @@ class PinnedRows {
   // `own`.
   void TakeFromLists(const Row* own);
   void TakeAllFromLists();
+  // Rows have moved: what was row r is number[r].
+  void Renumber(std::span<const Row> number);
 
   template <typename Visit>
   void VisitLists(const Visit& visit) const {

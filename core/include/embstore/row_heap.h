@@ -50,6 +50,9 @@ class RowHeap {
   void VisitFree(const Visit& visit) const {
     for (const Row row : free_) visit(row);
   }
+  // Numbers from `rows` on are new again; returns their memory.
+  // REQUIRES: the rows below are in use, and no others.
+  void Truncate(int64_t rows);
   void Clear();  // all numbers are new again; returns the memory
 
  private:

@@ -41,6 +41,7 @@
 #include "embstore/kernels.h"
 #include "embstore/key_index.h"
 #include "embstore/lower_tier.h"
+#include "embstore/miss_sampler.h"
 #include "embstore/optimizer.h"
 #include "embstore/pinned_rows.h"
 #include "embstore/row_heap.h"
@@ -79,6 +80,9 @@ struct TableOptions {
   Ownership shared_by = Ownership::kRoundRobin;
   bool start_from_shared = true;  // a new row starts with the vector of its shared row
   std::shared_ptr<Store> store;   // the tier below, or null
+  // > 0: a row expires when it was not used for so long, in units of the score (nanoseconds, or
+  // batches). kTimestamp, kNoEviction and kStep only.
+  uint64_t ttl = 0;
 };
 
 // A half-life in keys: long enough to tell frequencies apart, short enough to follow a changing
@@ -96,6 +100,7 @@ struct TableStats {
   int64_t unadmitted = 0;         // occurrences that were answered without a row
   int64_t bytes = 0;              // of the index, and of the rows in use so far
   int64_t fetches = 0, write_backs = 0;  // rows that came up from the store, and went down to it
+  int64_t expired = 0;                   // rows that were not used for too long
 };
 
 // Rows in plain arrays. values is (n, dim), states (n, state width), both float32.
@@ -123,6 +128,8 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_bytes() const { return row_stride_; }
   // What a newly inserted key reads: its initial vector, rounded to the table's dtype.
   void InitialVector(int64_t key, float* out) const;
+  // Bytes of a table that holds max_capacity rows.
+  static int64_t FullBytes(const TableOptions& options);
   int64_t stored_row_bytes() const { return state_offset_ + 4 * state_width_; }
   const Store* store() const { return options_.store.get(); }
 
@@ -155,10 +162,21 @@ class Table : public std::enable_shared_from_this<Table> {
   // With evict_least_used: how often each of these keys was used, for those that are in memory.
   void SetUses(std::span<const int64_t> keys, const uint32_t* uses);
   int64_t Erase(std::span<const int64_t> keys);  // returns how many were there
+  // Erases the rows whose score is smaller, here and in the store; returns how many there were.
+  int64_t Expire(uint64_t min_score);
   void Clear();
   // Changes the rule from the next update on. Throws InvalidArgument unless its state is as wide as
   // the present one. Rows in memory whose state is still the initial one get the new initial state.
   void SetOptimizer(const OptimizerOptions& optimizer);
+  // Starts (afresh) or stops to sample which keys would be missed by a table of another size.
+  void SampleMisses(bool on);
+  bool samples_misses() const;
+  // Throws InvalidState unless misses are sampled.
+  MissSampler::Sample MissSample() const;
+  void AgeMissSample(double factor);
+  // Another max_capacity. A smaller one evicts the smallest scores, but no rows of live batches,
+  // and gives their memory back. Throws InvalidArgument for kNoEviction, which has no limit.
+  void SetMaxCapacity(int64_t rows);
   void Reserve(int64_t rows);  // grows (up to max_capacity) so that `rows` fit the load factor
 
   // Rows with score >= min_score from `cursor` on, at most about max_rows. Advances the cursor,
@@ -226,6 +244,9 @@ class Table : public std::enable_shared_from_this<Table> {
   // The same on this thread only.
   void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
   void RequireScore() const { clock_.RequireScore(); }
+  MissSampler* miss_sampler() { return miss_sampler_.get(); }  // or null
+  // Erases what has outlived options().ttl, from time to time. `now` is the score of the batch.
+  void ExpireOld(uint64_t now);
   void CountHits(int64_t hits) { stats_.hits += hits; }
   // Counts the keys of `missing`; removes from it, and returns, those that are not to be stored
   // yet. admitted: the caller's verdict instead, one for each key of the batch, or null.
@@ -321,10 +342,12 @@ class Table : public std::enable_shared_from_this<Table> {
                float* scratch);  // scratch holds a vector
   bool counts_apart() const { return options_.evict_least_used && !counts_occurrences(); }
   uint64_t Worth(const IndexEntry& entry) const {  // the smallest is evicted first
+    if (entry.score < expired_below_) return 0;
     return counts_apart() ? uses(entry.row) : entry.score;
   }
   uint32_t uses(Row row) const { return counts_apart() ? uses_[static_cast<size_t>(row)] : 0; }
   void CountUses(const Row* rows, int64_t n);
+  void AfterUse(const Row* rows, int64_t n, BatchScore score);
   bool evicts() const { return options_.score_strategy != ScoreStrategy::kNoEviction; }
   bool MayExceedBudget() const;
   void WriteBack(std::span<const Evicted> evicted);
@@ -335,8 +358,27 @@ class Table : public std::enable_shared_from_this<Table> {
   // Inserts the missing keys that were fetched.
   void Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
                const FetchedRows& below);
-  // Whether a fetch needs scores.
-  bool wants_scores() const { return counts_occurrences() || snapshot_; }
+  // A row that comes up keeps the score that it has below.
+  bool keeps_scores() const { return counts_occurrences() || options_.ttl > 0; }
+  // Whether a fetch has to bring scores along.
+  bool wants_scores() const { return keeps_scores() || snapshot_; }
+  // What a prefetched row has until it is used: it is the first to go.
+  static constexpr uint64_t kUnusedScore = 1;
+  MissSampler& RequireMissSampler() const;
+  void EvictSmallest(int64_t count);
+  void MoveRow(Row from, Row to);
+  static int64_t RowStride(const TableOptions& options);
+  // Keys that come once or twice outnumber those that stay.
+  static constexpr int64_t kTrackedPerRow = 4;
+  static int64_t SketchKeys(int64_t rows) {
+    constexpr int64_t kLeastTracked = 1 << 14;
+    return std::max(kLeastTracked, kTrackedPerRow * rows);
+  }
+  static int ClassBits(int64_t max_capacity);
+  int64_t MissWindow() const;
+  int64_t EraseLocked(std::span<const int64_t> keys);
+  int64_t Sweep(uint64_t min_score);
+  std::vector<int64_t> OldKeys(uint64_t min_score) const;
   void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
   // The distinct keys that are in the store and not in the table.
   std::vector<int64_t> OnlyBelow(std::span<const int64_t> keys) const;
@@ -374,11 +416,14 @@ class Table : public std::enable_shared_from_this<Table> {
   int class_bits_ = 0;
   std::vector<uint8_t> shared_used_;  // by number: a training batch has used it
   uint64_t layout_ = 0;               // changes when slots do
+  uint64_t expired_below_ = 0;        // scores below it have outlived the ttl
+  uint64_t swept_ = 0;                // when ExpireOld last looked, in its own periods
   TableStats stats_;
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends
   std::unique_ptr<ChangeSet> changes_;
   HugeBuffer spare_marks_;  // for the next set of changes: all 0, and its pages are there
+  std::unique_ptr<MissSampler> miss_sampler_;
 
   PinnedRows pins_;
   LowerTier below_;

@@ -4,6 +4,7 @@
     embstore verify /data/monday             embstore convert /data/monday out --to v2
     embstore get /data/monday 7 -- -1        embstore merge /data/log out
     embstore serve /data/log --port 8200     embstore doctor
+    embstore advise /data/log
 
 Exit codes: 0 all is well, 1 a difference was found or a key is missing, 2 wrong use (also: not a dump),
 3 the dump is damaged.

@@ -1,4 +1,4 @@
-"""Commands that look into dumps: inspect, verify, get, top, diff, stats."""
+"""Commands that look into dumps: inspect, verify, get, top, diff, advise, stats."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import typer
 
 from embstore.arrays import as_integer
+from embstore.checkpoint import advising
 from embstore.checkpoint.replaying import open_any
 from embstore.cli.app import (
     DIFFERENT,
@@ -241,6 +242,19 @@ def _difference(a: Columns | None, b: Columns | None, tolerance: float) -> dict[
         "scores": int((a.scores[both] != b.scores[at[both]]).sum()),
         "largest": float(gap.max(initial=0.0)),
     }
+
+
+@app.command()
+def advise(path: DumpPath, table: OneTable = "", as_json: Json = False) -> None:
+    """How large tables should be: hit rates by capacity, as far as a dump or the increments of a log tell."""
+    with refusals(as_json), working("reading"):
+        stored = open_any(path)
+        stored.tables = selected(stored.tables, table)
+        found = list(advising.advise(stored))
+    if as_json:
+        print_json([advice.as_dict() for advice in found])
+    else:
+        typer.echo("\n\n".join(map(str, found)))
 
 
 @app.command()

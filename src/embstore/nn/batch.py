@@ -183,6 +183,8 @@ class Batch:
             r.out = None  # the caller's from here on
             if prepared is None:
                 self.slots.append(slots)
+            if access == Access.TRAIN:
+                r.table.pressure.after_batch(r.table)
             if refused:
                 r.table.report_refused(refused, r.keys.numel())
         if self.out is not None:

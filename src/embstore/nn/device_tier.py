@@ -61,6 +61,10 @@ class DeviceTier:
                     f"{option} should be 0 for a device tier, which holds every key of its batches, "
                     f"but is: {value!r}"
                 )
+        if table.options.ttl is not None:
+            raise ValueError(
+                f"ttl should be None for a device tier, whose rows do not expire, but is: {table.options.ttl}"
+            )
         require_rule(table.options.optimizer)
         rows = as_integer(rows, 1, (1 << 29) - 1, "rows")
         self.table = table

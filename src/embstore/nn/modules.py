@@ -25,8 +25,9 @@ except ImportError as error:
     raise missing("a module of embstore", "torch", error) from error
 
 from embstore.nn.bags import bag_inputs
-from embstore.nn.batch import Request, as_key_tensor
+from embstore.nn.batch import Batch, Request, as_key_tensor
 from embstore.nn.features import Asked
+from embstore.nn.memory_budget import MemoryBudget, split_equally
 from embstore.nn.served import (
     ServedEmbedding,
     ServedEmbeddingBag,
@@ -59,6 +60,12 @@ class ModuleKeywords(TypedDict, total=False):
     sharded: bool
 
 
+class CollectionKeywords(ModuleKeywords, total=False):
+    """What collections take."""
+
+    memory_budget: int | None
+
+
 class EmbeddingKeywords(TableKeywords, ModuleKeywords, total=False):
     """What `Embedding` and `EmbeddingBag` take, beside the dim."""
 
@@ -66,18 +73,21 @@ class EmbeddingKeywords(TableKeywords, ModuleKeywords, total=False):
     table: Table | None
 
 
+def _with_defaults(options: TableOptions, device_rows: int, *, bounded: bool) -> TableOptions:
+    """A table that may have to evict keeps the rows of ids that are frequent lately and has a shared row for
+    the others, unless its options say something else."""
+    if not bounded or device_rows or options.says_what_goes:
+        return options
+    return replace(
+        options, score_strategy=ScoreStrategy.AGED_LFU, admission=Admission.FREQUENCY, shared_rows=1
+    ).within_bytes(options)
+
+
 def _new_table(options: TableOptions, device_rows: int) -> Table:
     """A table of a module. Without a seed it gets one from torch's generator, so that modules start
-    differently and torch.manual_seed governs them. One that may have to evict keeps the rows of ids that
-    are frequent lately and has a shared row for the others, unless its options say something else."""
-    bounded = options.max_capacity < DEFAULT_MAX_CAPACITY and not device_rows
-    if bounded and not options.says_what_goes:
-        options = replace(
-            options,
-            score_strategy=ScoreStrategy.AGED_LFU,
-            admission=Admission.FREQUENCY,
-            shared_rows=1,
-        )
+    differently and torch.manual_seed governs them."""
+    bounded = options.max_capacity < DEFAULT_MAX_CAPACITY
+    options = _with_defaults(options, device_rows, bounded=bounded)
     if options.seed is None:
         options = replace(options, seed=int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64)))
     return Table(options)
@@ -236,7 +246,10 @@ def ask_bags(
 
 class TableCollection(TableModule):
     """Base of collections: tables, and the features that look them up. Tables may share features,
-    and a table may serve several."""
+    and a table may serve several.
+
+    memory_budget  bytes that all tables need together at most; see embstore.nn.memory_budget
+    """
 
     def __init__(
         self,
@@ -248,9 +261,23 @@ class TableCollection(TableModule):
         device_rows: int = 0,
         process_group: torch.distributed.ProcessGroup | None = None,
         sharded: bool = False,
+        memory_budget: int | None = None,
     ) -> None:
+        most: dict[str, int] = {}
+
+        def make() -> list[Table]:
+            if memory_budget is None:
+                return [t if isinstance(t, Table) else _new_table(t, device_rows) for t in tables]
+            if device_rows or not all(isinstance(t, TableOptions) for t in tables):
+                raise ValueError(
+                    "memory_budget should come with TableOptions for each table, without device_rows"
+                )
+            wanted = [_with_defaults(t, 0, bounded=True) for t in tables if isinstance(t, TableOptions)]
+            most.update({t.name: t.max_capacity for t in wanted})
+            return [_new_table(t, 0) for t in split_equally(wanted, memory_budget)]
+
         super().__init__(
-            lambda: [t if isinstance(t, Table) else _new_table(t, device_rows) for t in tables],
+            make,
             features,
             update_in_backward=update_in_backward,
             max_norm=max_norm,
@@ -258,6 +285,17 @@ class TableCollection(TableModule):
             process_group=process_group,
             sharded=sharded,
         )
+        self.budget = None if memory_budget is None else MemoryBudget(self._tables, memory_budget, most)
+
+    def _batch_of(self, requests: Sequence[Request], dtype: torch.dtype | None = None) -> Batch:
+        if self.budget is not None and self.trains:
+            self.budget.before_batch()
+        return super()._batch_of(requests, dtype)
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.budget is not None:
+            self.budget.make_room({name: len(arrays["keys"]) for name, arrays in state.items()})
+        super().set_extra_state(state)
 
     @property
     def features(self) -> Mapping[str, str]:
@@ -337,7 +375,7 @@ class EmbeddingBagCollection(TableCollection):
         features: Mapping[str, str] | None = None,
         *,
         mode: str = "sum",
-        **keywords: Unpack[ModuleKeywords],
+        **keywords: Unpack[CollectionKeywords],
     ) -> None:
         if mode not in ("sum", "mean"):
             raise ValueError(f"mode should be 'sum' or 'mean' but is: {mode!r}")
