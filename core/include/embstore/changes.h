@@ -30,6 +30,10 @@ class ChangeSet {
 
   void Mark(Row row) { Store(row, 1); }
   void Unmark(Row row) { Store(row, 0); }
+  bool IsMarked(Row row) const {
+    assert(row >= 0 && static_cast<size_t>(row) < marks_.size());
+    return reinterpret_cast<const uint8_t*>(marks_.data())[row] != 0;
+  }
   void Grow(int64_t rows) { marks_.Grow(static_cast<size_t>(rows)); }
   void UnmarkAll() { marks_.Clear(); }
 
