@@ -7,10 +7,10 @@ from dataclasses import replace
 from embstore.advice import Advice, MissSample, capacities, curve, notes_on
 from embstore.arrays import as_integer
 from embstore.options import DEFAULT_MAX_CAPACITY, ScoreStrategy, as_age
-from embstore.table_views import TableViews
+from embstore.table_copies import TableCopies
 
 
-class TableSizing(TableViews):
+class TableSizing(TableCopies):
     """Base of `Table`."""
 
     def set_max_capacity(self, rows: int) -> None:
