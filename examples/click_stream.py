@@ -5,8 +5,8 @@
 Users and items come and go: every step a part of them is replaced by ids that nobody has seen before.
 Two models of the same shape learn from the same impressions within the same memory:
 
-    dynamic   embstore.Embedding: an id gets its own row when it first appears, and the rows that were
-              used longest ago make room for new ones
+    dynamic   embstore.Embedding: an id gets its own row when it first appears, and the rows of ids that
+              have become rare make room for new ones
     hashed    torch.nn.Embedding: row = id % rows, so ids share rows, the new with the long gone
 
 Each batch is first predicted and only then learned, so every prediction is about unseen impressions.

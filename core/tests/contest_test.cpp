@@ -236,7 +236,7 @@ TEST(Keys without a row read and train the shared row) {
   CHECK(KeysOf(*table).contains(8));
   options.start_from_shared = false;
   const auto fresh = Table::Create(options);
-  LookUpOne(fresh, {1, 2});
+  LookUpOne(fresh, {1, 2, 1, 2});
   Push(LookUpOne(fresh, {8}), 1.0f);
   CHECK_EQ(LookUpOne(fresh, {8, 8}).out[0], 5.0f);
   CHECK_EQ(LookUpOne(fresh, {9}).out[0], 4.0f);

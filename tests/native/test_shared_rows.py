@@ -219,7 +219,7 @@ def test_a_gradient_of_the_shared_row_stays_there_when_its_id_gets_a_row_before_
         3, max_capacity=1, initializer=embstore.Constant(1.0), optimizer=embstore.SGD(lr=1.0),
         update_in_backward=False,
     )  # fmt: skip
-    module(torch.tensor([1]))
+    module(torch.tensor([1, 1]))
     first = module(torch.tensor([7, 8]))
     first.sum().backward()
     del first
