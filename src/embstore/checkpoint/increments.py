@@ -20,15 +20,14 @@ import contextlib
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from embstore import _core
 from embstore.checkpoint import host_cache
 from embstore.checkpoint.applying import Change, Replacement
+from embstore.checkpoint.attempts import Attempt, track
 from embstore.checkpoint.drafts import drafts_in, is_unconfirmed, remove_published, remove_unlocked
 from embstore.checkpoint.dumping import (
     MOST_THREADS,
@@ -39,7 +38,7 @@ from embstore.checkpoint.dumping import (
     start,
 )
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.files import interrupts_held, sync_folder
+from embstore.checkpoint.files import sync_folder
 from embstore.checkpoint.log_entries import (
     Entries,
     entries_in,
@@ -54,7 +53,6 @@ from embstore.checkpoint.publishing import Publisher
 from embstore.checkpoint.reading import Dump, verify_all
 from embstore.checkpoint.remote import Mirror, is_remote, key_of
 from embstore.checkpoint.sources import changes_source
-from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.durations import measured
@@ -64,31 +62,6 @@ from embstore.progress import Wanted, shown
 # Of the next increment: its facts, whether it has optimizer states, and how keys are spread over ranks.
 Place = tuple[dict[str, Any], bool, dict[str, dict[str, AnyOwnership]]]
 T = TypeVar("T")
-
-
-@dataclass
-class Attempt:
-    """Changes of tables on their way into the log. When this process has not seen the end of it, `settle`
-    finds out whether they are on the disk."""
-
-    number: int = -1
-    identity: str = ""
-    taken_ns: int = 0
-    taken: list[tuple[str, TableSpec, Any]] = field(default_factory=list)  # collection, table, snapshot
-
-    def take(self, tables: Tables) -> None:
-        """Takes the changes of all tables. Costs a swap for each, whatever their number."""
-        self.taken_ns = time.time_ns()
-        for collection in sorted(tables):
-            for _, table in sorted(tables[collection].items()):
-                with interrupts_held():  # what is taken and not noted down would be lost
-                    self.taken.append((collection, TableSpec.of(table), table.snapshot_changes()))
-
-    def restore(self) -> None:
-        """Makes the changes part of the next attempt."""
-        while self.taken:
-            self.taken[-1][2].restore()
-            self.taken.pop()
 
 
 class IncrementLog:
@@ -327,18 +300,33 @@ class IncrementLog:
         """Appends in the background, on all ranks: after so many steps or seconds, whichever comes first.
 
         `step()` of the result is called after each training step, by all ranks alike. At a step that the
-        ranks agreed on it notes which rows changed, without copying them; a thread of its own writes them
-        while training goes on. An append that takes longer than the interval delays the next one. `close`,
-        or the end of the block, appends what is left. With compact_after, another process compacts the log
-        whenever so many increments have come since the base.
+        ranks agreed on it notes which rows changed, without copying them; a thread writes them while
+        training goes on. An append that takes longer than the interval delays the next one. `close`, or the
+        end of the block, appends what is left.
 
-        A failure is raised by `step` as CheckpointError, on all ranks at one step, or else by `close`. The
-        changes are then part of the next increment.
+        Args:
+            tables: those that `create` or `load` was called with.
+            steps: training steps between two appends.
+            seconds: time between two appends.
+            compact_after: another process compacts the log when so many increments have come since the base.
+            group: a torch process group; None is the default one, or this process alone.
 
-            with log.append_every(tables, seconds=1.0, compact_after=100) as publisher:
-                for batch in batches:
-                    train(batch)
-                    publisher.step()
+        Raises:
+            ValueError: neither steps nor seconds is given, or one of them is out of range.
+            CheckpointError: raised by `step`, at one step on all ranks, or else by `close`, when an append or
+                a compaction failed. The changes are part of the next increment.
+
+        Examples:
+            >>> import embstore, tempfile
+            >>> user = embstore.Table("user", dim=2)
+            >>> tables = {"model": {"user": user}}
+            >>> log = embstore.IncrementLog.create(tempfile.mkdtemp() + "/log", tables)
+            >>> with log.append_every(tables, seconds=1.0, compact_after=100) as publisher:
+            ...     for key in range(10):
+            ...         vectors = user.find_or_insert([key])
+            ...         publisher.step()
+            >>> log.last() >= 1
+            True
         """
         self._require_no_publisher("append_every")
         self._publisher = Publisher(self, tables, steps, seconds, compact_after, group)
@@ -530,12 +518,6 @@ class IncrementLog:
         """Reads everything that counts; returns how many bytes were right."""
         self.refresh()
         return self._steady(lambda entries: sum(dump.verify() for dump in self._chain(entries)))
-
-
-def track(tables: Tables, on: bool = True) -> None:
-    for named in tables.values():
-        for table in named.values():
-            table.track_changes(on)
 
 
 def _last(entries: Entries) -> int:

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from embstore.arrays import as_integer
+from embstore.checkpoint.attempts import Attempt
 from embstore.checkpoint.dumping import Pace, Tables
 from embstore.checkpoint.errors import CheckpointError
 from embstore.distributed.ranks import describe, ranks_of, reconstruct
 from embstore.durations import record
 
 if TYPE_CHECKING:
-    from embstore.checkpoint.increments import Attempt, IncrementLog
+    from embstore.checkpoint.increments import IncrementLog
 
 logger = logging.getLogger("embstore.publishing")
 
@@ -119,8 +120,6 @@ class Publisher:
         self._raise_error()
 
     def _take(self) -> None:
-        from embstore.checkpoint.increments import Attempt
-
         attempt = Attempt()
         try:
             attempt.take(self._tables)
