@@ -90,6 +90,30 @@ TEST(Training inserts what is missing and returns every row) {
   }
 }
 
+TEST(Keys that the caller does not admit read their initial vector and are not stored) {
+  const auto table = Table::Create(SmallTable(3, 1024));
+  LookUpOne(table, {5});
+  const std::vector<int64_t> keys = {5, 6, 7, 6};
+  const std::vector<uint8_t> admitted = {0, 0, 1, 0};
+  const std::vector<float> initial = {9, 9, 9, 1, 2, 3, 4, 5, 6, 1, 2, 3};
+  std::vector<float> out(keys.size() * 3);
+  LookupRequest request;
+  request.table = table;
+  request.keys = keys;
+  request.initial = initial.data();
+  request.admitted = admitted.data();
+  request.out.base = out.data();
+  request.out.stride = 3;
+  const auto results = LookUp(std::vector<LookupRequest>{request}, Access::kTrain);
+  const auto rows = AllRows(*table);
+  CHECK_EQ(rows.size(), size_t{2});
+  CHECK(rows.contains(5) && rows.contains(7));
+  CHECK(std::equal(initial.begin() + 3, initial.end(), out.begin() + 3));
+  CHECK(std::equal(out.begin(), out.begin() + 3, rows.at(5).value.begin()));
+  CHECK_EQ(results[0].slots->rows()[1], kMissingRow);
+  CHECK_EQ(table->stats().unadmitted, int64_t{2});
+}
+
 TEST(Reading changes nothing and gives zeros or initial values for missing keys) {
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     TableOptions options = SmallTable(3, 4096);

@@ -88,6 +88,31 @@ TEST(Keys go to their owners in the order of the cells with or without duplicate
   }
 }
 
+TEST(Blocks of keys go to one rank each and keys beyond them round robin) {
+  for (const uint64_t rows : {uint64_t{1}, uint64_t{7}, uint64_t{12}, uint64_t{97}}) {
+    for (const uint32_t world : {1u, 2u, 5u}) {
+      const uint64_t block = (rows + world - 1) / world;
+      std::vector<int64_t> keys = {INT64_MIN, INT64_MAX, -1};
+      for (int64_t key = 0; key < 200; ++key) keys.push_back(key);
+      for (const int64_t key : keys) {
+        const auto number = static_cast<uint64_t>(key);
+        const uint64_t expected = number < rows ? number / block : number % world;
+        CHECK_EQ(uint64_t{embstore::Owner(key, world, Ownership::kContinuous, rows)}, expected);
+      }
+      const std::vector<int64_t> offsets = {0, static_cast<int64_t>(keys.size())};
+      const Route route =
+          embstore::RouteKeys(keys, offsets, world, Ownership::kContinuous, {}, rows);
+      size_t at = 0;
+      for (uint32_t rank = 0; rank < world; ++rank) {
+        for (int32_t i = 0; i < route.counts[rank]; ++i, ++at) {
+          CHECK_EQ(embstore::Owner(route.keys[at], world, Ownership::kContinuous, rows), rank);
+        }
+      }
+      CHECK_EQ(at, keys.size());
+    }
+  }
+}
+
 TEST(The number of threads does not change a route or a sum) {
   const Input input = RandomInput(40000, 3, 5);
   const std::vector<uint8_t> unique(40000, 1);

@@ -67,6 +67,42 @@ TEST(Snapshots of a table hold the moments at which they were taken) {
   }
 }
 
+TEST(Counts of use are those of the moment and can be set) {
+  TableOptions options = GrowingTable();
+  options.evict_least_used = true;
+  const auto table = Table::Create(options);
+  std::map<int64_t, uint32_t> expected;
+  for (uint64_t step = 0; step < 5; ++step) {
+    const std::vector<int64_t> keys = RandomKeys(300, 90, step);
+    LookUpOne(table, keys);
+    for (const int64_t key : keys) ++expected[key];
+  }
+  Snapshot snapshot(table);
+  const std::vector<int64_t> more = RandomKeys(300, 90, 99);
+  LookUpOne(table, more);  // changes what the snapshot has to keep
+  const auto read = [](Snapshot& from) {
+    const auto n = static_cast<size_t>(from.rows());
+    std::vector<int64_t> keys(n);
+    std::vector<uint64_t> scores(n);
+    std::vector<uint32_t> uses(n);
+    std::map<int64_t, uint32_t> found;
+    while (const int64_t got = from.Read(static_cast<int64_t>(n), 0, keys.data(), nullptr, nullptr,
+                                         scores.data(), uses.data())) {
+      for (int64_t i = 0; i < got; ++i)
+        found[keys[static_cast<size_t>(i)]] = uses[static_cast<size_t>(i)];
+    }
+    return found;
+  };
+  CHECK(read(snapshot) == expected);
+  const std::vector<int64_t> known = {more[0], -12345};
+  const std::vector<uint32_t> uses = {41, 7};
+  table->SetUses(known, uses.data());
+  for (const int64_t key : more) ++expected[key];
+  expected[more[0]] = 41;
+  Snapshot later(table);
+  CHECK(read(later) == expected);
+}
+
 TEST(Changes are the rows that were touched and the keys that are gone) {
   const auto table = Table::Create(GrowingTable());
   LookUpOne(table, Range(0, 1000));
