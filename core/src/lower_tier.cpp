@@ -84,6 +84,11 @@ void LowerTier::WriteBack(std::span<const IndexEntry> entries, const RowHeap& ro
   std::vector<uint64_t> scores;
   std::vector<const std::byte*> data;
   std::vector<Row> numbers;
+  const size_t most = std::min(entries.size(), kRowsPerPut);
+  keys.reserve(most);
+  scores.reserve(most);
+  data.reserve(most);
+  numbers.reserve(most);
   for (size_t next = 0; next < entries.size();) {
     keys.clear();
     scores.clear();

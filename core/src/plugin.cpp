@@ -221,10 +221,23 @@ void PluginInstance::Run(const std::shared_ptr<PluginCall>& call, const std::str
                          double timeout_seconds, const Start& start) {
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                            std::chrono::duration<double>(timeout_seconds));
-  const std::unique_lock lock(mutex_, deadline);
-  if (!lock || (call_ != nullptr && !call_->WaitUntil(deadline))) {
-    ThrowLate(what + ": waiting for an earlier call", timeout_seconds);
+  const std::string waiting = what + ": waiting for an earlier call";
+  {
+    std::unique_lock lock(mutex_);
+    if (!freed_.wait_until(lock, deadline, [&] { return !busy_; })) {
+      ThrowLate(waiting, timeout_seconds);
+    }
+    busy_ = true;
   }
+  struct Leave {
+    PluginInstance& instance;
+    ~Leave() {
+      const std::lock_guard guard(instance.mutex_);
+      instance.busy_ = false;
+      instance.freed_.notify_one();
+    }
+  } leave{*this};
+  if (call_ != nullptr && !call_->WaitUntil(deadline)) ThrowLate(waiting, timeout_seconds);
   call_ = call;
   // A thread for each call: a plug-in that blocks cannot block its caller, and no thread has to
   // survive a fork.

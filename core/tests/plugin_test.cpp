@@ -69,7 +69,7 @@ TEST(Rows that were pushed are pulled and others are not found) {
   instance.Push({}, nullptr, kPatient);
 }
 
-TEST(What a plug - in does wrong is an error that says so) {
+TEST(A misbehaving library is an error that says so) {
   const std::vector<int64_t> ids = {1, 2, 3};
   std::vector<std::byte> rows(3 * kRowBytes);
   std::vector<uint8_t> found(3);

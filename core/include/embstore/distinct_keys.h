@@ -35,6 +35,8 @@ class DistinctKeys {
   void Reset(size_t expected) {
     keys_.clear();
     places_.assign(std::bit_ceil(std::max<size_t>(2 * expected, 16)), 0);
+    keys_.reserve(expected);
+    SetRoom();
   }
 
   // The number of the key, which is added if it is new. Throws InvalidState beyond 2^32 - 2 keys.
@@ -42,11 +44,10 @@ class DistinctKeys {
   // REQUIRES: hash == KeyedHash(key, secret). For callers that need the hash anyway.
   Added Add(int64_t key, uint64_t hash) {
     assert(hash == KeyedHash(key, secret_));
-    if (4 * (keys_.size() + 1) > 3 * places_.size()) [[unlikely]]
+    if (keys_.size() >= room_) [[unlikely]]
       Grow();
     uint32_t& place = places_[PlaceOf(key, hash)];
     if (place) return {place - 1, false};
-    if (keys_.size() >= UINT32_MAX - 1) throw InvalidState("a list of keys can hold 2^32 - 2");
     keys_.push_back(key);
     place = static_cast<uint32_t>(keys_.size());
     return {place - 1, true};
@@ -71,16 +72,21 @@ class DistinctKeys {
   }
 
   void Grow() {
+    if (keys_.size() >= UINT32_MAX - 1) throw InvalidState("a list of keys can hold 2^32 - 2");
     std::vector<uint32_t> larger(std::max<size_t>(2 * places_.size(), 64), 0);
     places_.swap(larger);
+    SetRoom();
     for (size_t i = 0; i < keys_.size(); ++i) {
       places_[PlaceOf(keys_[i], KeyedHash(keys_[i], secret_))] = static_cast<uint32_t>(i + 1);
     }
   }
 
+  void SetRoom() { room_ = std::min<size_t>(places_.size() / 4 * 3, UINT32_MAX - 1); }
+
   HashSecret secret_;
   std::vector<int64_t> keys_;
   std::vector<uint32_t> places_;  // number + 1; 0 is free
+  size_t room_ = 0;               // keys that fit without growing
 };
 
 // Sorts the keys and drops repetitions.
