@@ -118,11 +118,16 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
       const uint64_t first = class_bits_ ? uint64_t{in_class} << (64 - class_bits_) : 0;
       const uint64_t last = class_bits_ ? first + (UINT64_MAX >> class_bits_) : UINT64_MAX;
       if (parts > 1 && index_->StripeOf(first) % parts != part) continue;
+      if (i + 1 < begins.size()) {  // what the next class reads
+        const auto next = static_cast<size_t>(all[begins[i + 1]].newcomer);
+        index_->Prefetch(fresh.hashes[next], /*whole=*/true);
+      }
       holders.clear();
+      const uint64_t most = all[begins[i]].score;  // of the first challenger, the largest
       uint64_t least = UINT64_MAX;
       index_->VisitHashes(first, last, [&](Slot, const IndexEntry& entry) {
         least = std::min(least, entry.score);
-        if (pins_.IsHeld(entry.row)) return;
+        if (entry.score >= most || pins_.IsHeld(entry.row)) return;
         holders.push_back({entry.score, HashKey(entry.key), entry.key});
       });
       std::make_heap(holders.begin(), holders.end(), goes_later);

@@ -250,7 +250,7 @@ TEST(Gradients by key reach the shared row once it is in use) {
   view.stride = 3;
   StepOptions step;
   step.learning_rate = 1.0f;
-  LookUpOne(table, {1});
+  LookUpOne(table, {1, 1, 1});
   const std::vector<int64_t> keys = {5, 1, 6};
   CHECK_EQ(ApplyGradientsByKey(*table, keys, view, step), 2);
   CHECK(table->SharedRows().keys.empty());
@@ -287,7 +287,7 @@ TEST(Refused keys and keys below the threshold use shared rows too) {
 
 TEST(Snapshots and changes cover shared rows and clearing forgets them) {
   const auto table = Table::Create(Contested(2, 2));
-  LookUpOne(table, {1, 2});
+  LookUpOne(table, {1, 2, 1, 2, 1, 2});
   Push(LookUpOne(table, Range(100, 110)), 1.0f);
   const RowBlock before = table->SharedRows();
   CHECK_EQ(before.keys.size(), size_t{2});
