@@ -31,6 +31,7 @@ void MissSampler::Use(std::span<const int64_t> keys, int64_t batch_keys) {
     Place(known);
   }
   while (std::ssize(known_) > kMaxKeys) MakeRoom();
+  all_uses_ += static_cast<double>(batch_keys);
   seen_ += batch_keys;
   sampled_ += std::ssize(keys);
   constexpr int64_t kEnoughToTell = 1 << 16;
@@ -57,6 +58,7 @@ void MissSampler::Age(double factor) {
   for (double& weight : distances_) weight *= factor;
   for (auto& [key, known] : known_) known.count *= factor;
   uses_ *= factor;
+  all_uses_ *= factor;
   evicted_ *= factor;
   returned_ *= factor;
 }
@@ -64,13 +66,22 @@ void MissSampler::Age(double factor) {
 MissSampler::Sample MissSampler::sample() const {
   Sample sample;
   sample.rate = rate_;
-  sample.uses = uses_;
+  sample.uses = all_uses_;
   sample.first_uses = distances_[kBins];
   sample.evicted = evicted_;
   sample.returned = returned_;
   sample.distances.assign(distances_.begin(), distances_.end() - 1);
   for (const auto& [key, known] : known_) sample.counts.push_back(known.count);
   std::sort(sample.counts.begin(), sample.counts.end(), std::greater<>());
+  // A few keys make much of the stream, and whether they are in the sample is chance. They come
+  // back soon, so what the sample has too much or too little of belongs to the shortest distances.
+  double surplus = uses_ - all_uses_;
+  for (double& weight : sample.distances) {
+    const double taken = std::min(surplus, weight);
+    weight -= taken;
+    surplus -= taken;
+    if (surplus <= 0) break;
+  }
   return sample;
 }
 

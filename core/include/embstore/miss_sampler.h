@@ -93,6 +93,7 @@ class MissSampler {
   std::unordered_map<int64_t, Known> known_;
   std::vector<int32_t> order_;  // a Fenwick tree: 1 at the position of each known key
   std::vector<double> distances_ = std::vector<double>(kBins + 1);
+  double all_uses_ = 0;  // of sampled keys or not
   double uses_ = 0, evicted_ = 0, returned_ = 0;
 };
 
