@@ -213,6 +213,7 @@ bool Snapshot::Walk(Output& out, int64_t room) {
                               const int64_t to = out.count + std::ssize(numbers);
                               out.keys[to] = entry.key;
                               out.scores[to] = entry.score;
+                              if (out.uses) out.uses[to] = table_->uses(entry.row);
                               numbers.push_back(entry.row);
                             });
   }

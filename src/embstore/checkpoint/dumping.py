@@ -196,6 +196,7 @@ def dump(
             the call. An earlier dump in the background is waited for.
         overwrite: swaps a folder that has files in one step.
         progress: True for a bar of tqdm on rank 0, or a function of (bytes done, bytes in all).
+        storage_options: with a URL, passed to fsspec.
         counts: for tables that have a counter of keys without a row, these keys and how often each was seen.
 
     Returns:

@@ -69,6 +69,7 @@ def load(
         allow_other_optimizer: states of another optimizer than the table's start fresh, with a warning.
         counts: for each table that has a counter of keys without a row: takes what the dump has.
         progress: True for a bar of tqdm on rank 0, or a function of (rows done, rows in all).
+        storage_options: with a URL, passed to fsspec.
 
     Raises:
         CheckpointError: the dump is damaged or does not fit; no row has changed.

@@ -321,6 +321,7 @@ class EmbeddingCollection(TableCollection):
         device_rows: as in `Embedding`.
         process_group: as in `Embedding`.
         sharded: as in `Embedding`.
+        memory_budget: bytes that all tables share; their limits move to where another row brings most hits.
 
     Raises:
         ValueError: two tables have one name, or a feature names no table.
