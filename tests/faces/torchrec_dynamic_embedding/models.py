@@ -5,7 +5,7 @@ import warnings
 from dataclasses import dataclass
 
 warnings.filterwarnings("ignore")
-logging.getLogger().setLevel(logging.ERROR)  # TorchRec's planner says a lot
+logging.getLogger("torchrec").setLevel(logging.ERROR)  # TorchRec's planner says a lot
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
