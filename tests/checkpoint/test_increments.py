@@ -173,3 +173,16 @@ def test_an_increment_holds_what_changed_and_no_more(tmp_path: Path) -> None:
     assert removed.tolist() == [7, 9, 11]
     log.append({"model": {"user": trainer}})
     assert embstore.open_dump(entry(tmp_path, 2))["model"]["user"].rows == 0
+
+
+def test_a_table_that_the_log_does_not_have_is_named(tmp_path: Path) -> None:
+    table = embstore.Table("user", dim=3)
+    table.find_or_insert([1])
+    log = embstore.IncrementLog.create(tmp_path / "log", {"model": {"user": table}})
+    table.find_or_insert([2])
+    with pytest.raises(ValueError, match="among model/user but one is: other/user"):
+        log.append({"other": {"user": table}})
+    assert log.append({"model": {"user": table}}) == 1
+    served = embstore.Table("user", dim=3)
+    embstore.IncrementLog(tmp_path / "log").load({"model": {"user": served}})
+    assert sorted(served.rows().keys.tolist()) == [1, 2]

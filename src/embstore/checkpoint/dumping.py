@@ -35,7 +35,11 @@ MOST_THREADS = 4
 
 
 def ownership_of(ownership: OwnershipOf, collection: str, table: str) -> AnyOwnership:
-    found = ownership[collection][table] if isinstance(ownership, Mapping) else ownership
+    """The rule of a table. Raises ValueError where rules were given by table and this one has none."""
+    found = ownership.get(collection, {}).get(table) if isinstance(ownership, Mapping) else ownership
+    if found is None:
+        known = [f"{c}/{t}" for c, of in ownership.items() for t in of]  # type: ignore[union-attr]
+        raise ValueError(f"tables should be among {', '.join(known)} but one is: {collection}/{table}")
     return found if isinstance(found, Blocks) else Ownership(found)
 
 
