@@ -172,7 +172,7 @@ void ForkGuard::InChild() {
   Held& fork = *held();
   StoreLocks().mutex.unlock();
   Tables().mutex.unlock();
-  // A lock knows its owner by a thread id, which differs in the child: all are made anew.
+  // A lock knows its owner by a thread id, which differs in the child: replace them all.
   for (const auto& lock : StoreLocks().Alive()) lock->Renew();
   for (const auto& table : Tables().Alive()) {
     const bool whole = fork.owned && Contains(fork.tables, table);

@@ -187,7 +187,7 @@ class DynamicEmbTableOptions(HKVConfig):
     admission         not in the original package: "all", or with score_strategy LFU "frequency": in a full
                       table a key gets a row only if it was more frequent lately than the key that goes
     half_life         not in the original package: with score_strategy LFU, training batches after which an
-                      occurrence counts half. 0: for ever, or what the engine takes for admission="frequency"
+                      occurrence counts half. 0: never, or the engine's default for admission="frequency"
 
     Two options are equal when tables that have them may share a group, whatever else differs.
     """

@@ -162,3 +162,16 @@ def notes_on(points: Sequence[Point], capacity: int, evicted: float, returned: f
     if evicted and returned > 0.2 * evicted:
         notes.append("many evicted ids come back: the table is too small, or evicts the wrong ones")
     return tuple(notes)
+
+
+def advice_from(sample: MissSample, now: int, row_bytes: float, **facts: Any) -> Advice:
+    """The advice of a sample, for a table of `now` rows of so many bytes. `facts` are the other fields."""
+    points = curve(sample, capacities(now, sample.ids), row_bytes)
+    return Advice(
+        ids=round(sample.ids),
+        evicted=round(sample.evicted),
+        returned=round(sample.returned),
+        points=points,
+        notes=notes_on(points, now, sample.evicted, sample.returned),
+        **facts,
+    )

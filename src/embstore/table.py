@@ -316,7 +316,7 @@ class Table(TableSizing):
         or a function of (rows of room, rows wanted)."""
         rows = as_integer(rows, 0, (1 << 63) - 1, "rows")
         with shown(progress, "growing", unit=" rows") as report:
-            # An index with rows grows bucket by bucket; an empty one is made anew, so once.
+            # An index with rows grows bucket by bucket; an empty one is replaced, which takes one step.
             steps = RESERVE_STEPS if report and len(self) else 1
             for step in range(1, steps + 1):
                 self._core.reserve(rows * step // steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from embstore.advice import Advice, MissSample, capacities, curve, notes_on
+from embstore.advice import Advice, MissSample, advice_from
 from embstore.arrays import as_integer
 from embstore.options import DEFAULT_MAX_CAPACITY, ScoreStrategy, as_age
 from embstore.table_copies import TableCopies
@@ -70,19 +70,15 @@ class TableSizing(TableCopies):
         sample, stats = self.miss_sample(), self._table.stats()
         bounded = stats.max_capacity < DEFAULT_MAX_CAPACITY
         now = stats.max_capacity if bounded else max(stats.size, 1)
-        rows = capacities(now, sample.ids)
-        points = curve(sample, rows, stats.bytes / max(stats.size, 1))
         every = round(1 / sample.rate)
         ids = "all ids" if every == 1 else f"1 in {every} ids"
-        return Advice(
+        return advice_from(
+            sample,
+            now,
+            stats.bytes / max(stats.size, 1),
             table=self._table.name,
             rows=stats.size,
             capacity=stats.max_capacity if bounded else stats.size,
             hit_rate=stats.hit_rate,
             based_on=f"reuse distances and counts of {ids}, {round(sample.uses):,} uses",
-            ids=round(sample.ids),
-            evicted=round(sample.evicted),
-            returned=round(sample.returned),
-            points=points,
-            notes=notes_on(points, now, sample.evicted, sample.returned),
         )

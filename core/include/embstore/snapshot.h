@@ -115,6 +115,9 @@ class Snapshot {
   void Grow(int64_t rows);
 
  private:
+  // Keys listed, or read from the store, under one hold of the lock; rows copied.
+  static constexpr int64_t kKeysPerHold = 4096, kRowsPerHold = 4096;
+
   // Marks of a ChangeSet serve as they are: its 0 and 1 are settled and unread in a snapshot of
   // changes.
   enum : uint8_t { kChanged = 1, kSettled = 2, kSaving = 3 };

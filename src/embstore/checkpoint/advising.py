@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
-from embstore.advice import Advice, MissSample, Point, capacities, curve, notes_on
+from embstore.advice import Advice, MissSample, Point, advice_from, capacities
 from embstore.arrays import address
 from embstore.checkpoint.merging import all_keys, removed_keys
 from embstore.checkpoint.reading import DumpTable
@@ -52,19 +52,15 @@ def _from_increments(table: Columns, steps: Sequence[DumpTable]) -> Advice:
         keys, removed = all_keys(step), removed_keys(step)
         sampler.use(address(keys), len(keys))
         sampler.evict(address(removed), len(removed))
-    sample = MissSample(*sampler.sample())
-    points = curve(sample, capacities(capacity, sample.ids), _row_bytes(table))
-    return Advice(
+    return advice_from(
+        MissSample(*sampler.sample()),
+        capacity,
+        _row_bytes(table),
         table=table.label,
         rows=table.rows,
         capacity=capacity,
         hit_rate=None,
         based_on=f"ids that changed in {len(steps)} increments, each counted once in one",
-        ids=round(sample.ids),
-        evicted=round(sample.evicted),
-        returned=round(sample.returned),
-        points=points,
-        notes=notes_on(points, capacity, sample.evicted, sample.returned),
     )
 
 

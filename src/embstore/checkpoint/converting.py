@@ -23,7 +23,7 @@ from embstore.checkpoint.dumping import start
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.reading import DumpTable
-from embstore.checkpoint.replaying import Replay, open_any
+from embstore.checkpoint.replaying import open_verified
 from embstore.checkpoint.sources import Source, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import DumpOptions
@@ -89,7 +89,7 @@ def convert(
         raise FileNotFoundError(f"path should be a folder but is: {path}")
     if to in WRITTEN:
         return _to_dump(path, target, to, progress, one_embedding)
-    stored = _verified(path, progress)
+    stored = open_verified(path, progress)
     with shown(progress, "converting", unit=" tables") as report:
         if to == "sok":
             _write_sok(target, stored.tables, report)
@@ -98,13 +98,6 @@ def convert(
             one_embedding_files.write(target, stored.tables, name, report)
         else:
             _write_columns(target, stored.tables, to, report)
-
-
-def _verified(path: Path, progress: Wanted) -> Replay:
-    stored = open_any(path)
-    with shown(progress, "verifying") as report:
-        stored.verify(report)
-    return stored
 
 
 def _write_columns(target: Path, tables: Sequence[Columns], to: str, progress: Progress | None) -> None:
@@ -129,7 +122,7 @@ def _to_dump(path: Path, target: Path, layout: str, progress: Wanted, options: O
         with ExitStack() as stack:
             sources = [_one_embedding_source(name, of, options, stack) for name, of in found.items()]
             return _write(target, layout, sources, progress)
-    base, *increments = _verified(path, progress).entries
+    base, *increments = open_verified(path, progress).entries
     if base.manifest is not None:
         with shown(progress, "converting") as report:
             merging.rewrite(base, increments, target, layout=layout, progress=report)

@@ -66,7 +66,7 @@ class DumpTable(Columns):
         self._known = self.spec or expected
 
     def _refuse_local_keys(self) -> None:
-        """The original package numbers the keys of each rank anew where ranks own blocks of them."""
+        """In the original's files, the keys of each rank start at 0 where ranks own blocks of keys."""
         if self.found.arguments.get("dist_type") == "continuous" and (self.found.world or 1) > 1:
             raise CheckpointError(
                 f"{self.folder / file_stem(self.name)}_opt_args.json: keys of dist_type 'continuous' from "

@@ -18,7 +18,7 @@ from embstore.checkpoint.log_entries import optim_of
 from embstore.checkpoint.merging import Merged, merge_tables
 from embstore.checkpoint.reading import Dump, is_log, open_dump, verify_all
 from embstore.formats.columns import Columns
-from embstore.progress import Progress
+from embstore.progress import Progress, Wanted, shown
 from embstore.rows import Rows
 
 
@@ -104,3 +104,11 @@ def open_any(path: Path) -> Replay:
     """Opens a dump of any layout, or a log. Raises CheckpointError where it is damaged, NotADumpError or
     FileNotFoundError where there is neither."""
     return Replay(IncrementLog(path).chain() if is_log(path) else [open_dump(path)])
+
+
+def open_verified(path: Path, progress: Wanted) -> Replay:
+    """`open_any`, with every file checked."""
+    stored = open_any(path)
+    with shown(progress, "verifying") as report:
+        stored.verify(report)
+    return stored

@@ -10,7 +10,7 @@ from embstore.checkpoint import converting
 from embstore.checkpoint.converting import OneEmbeddingOptions
 from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.reading import is_log
-from embstore.checkpoint.replaying import open_any
+from embstore.checkpoint.replaying import open_verified
 from embstore.progress import Wanted, shown
 
 PathLike = str | os.PathLike[str]
@@ -69,10 +69,7 @@ def reshard(path: PathLike, target: PathLike, world: int, *, progress: Wanted = 
 
 
 def _rewrite(path: Path, target: Path, world: int | None, progress: Wanted, what: str) -> None:
-    stored = open_any(path)
-    with shown(progress, "verifying") as report:
-        stored.verify(report)
-    base, *increments = stored.entries
+    base, *increments = open_verified(path, progress).entries
     with shown(progress, what) as report:
         rewrite(base, increments, target, world=world, progress=report)
 

@@ -32,8 +32,8 @@ def timeout_of(group: Any = None) -> timedelta:
 class GlooGroup:
     """gloo connections between the ranks of `base` (None: the default group); all of them make it together.
 
-    Its collectives never meet those of the program, nor those of another group. `new_group` would name it
-    after the number of groups that a rank has: ranks with different subgroups would wait for each other.
+    Its collectives cannot mix with those of the program or of another group. `new_group` would name it by how
+    many groups a rank has: ranks with different subgroups would wait for each other.
     """
 
     group: Any

@@ -153,7 +153,7 @@ class Ranks:
         """Leaves word of a failure that no exchange carries: others that wait in vain will name it."""
 
     def background(self, purpose: str = "background") -> Ranks:
-        """The same ranks for another thread: its messages do not meet those of this one, nor those of
+        """The same ranks for another thread, whose messages cannot mix with those of this thread or of
         threads with another purpose."""
         return self
 

@@ -7,8 +7,9 @@ item     keys of table "i"  ───►  one request of "i"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,6 +41,15 @@ class Merged:
         if len(self.names) == 1:
             return {self.names[0]: answer}
         return dict(zip(self.names, answer.split(self.sizes), strict=True))
+
+
+def present(known: Iterable[str], inputs: Mapping[str, Any]) -> list[str]:
+    """Features of the input, in the order of the collection. Raises ValueError for an unknown one."""
+    known = list(known)
+    unknown = [feature for feature in inputs if feature not in known]
+    if unknown:
+        raise ValueError(f"features should be among {known} but are: {unknown}")
+    return [feature for feature in known if feature in inputs]
 
 
 def merge(asked: Mapping[str, Asked]) -> list[Merged]:

@@ -26,7 +26,7 @@ except ImportError as error:
 
 from embstore.nn.bags import bag_inputs
 from embstore.nn.batch import Batch, Request, as_key_tensor
-from embstore.nn.features import Asked
+from embstore.nn.features import Asked, present
 from embstore.nn.memory_budget import MemoryBudget, split_equally
 from embstore.nn.served import (
     ServedEmbedding,
@@ -302,13 +302,6 @@ class TableCollection(TableModule):
         """The name of the table that each feature looks up."""
         return self._features
 
-    def _present(self, inputs: Mapping[str, Any]) -> list[str]:
-        """Features of the input, in the order of the collection."""
-        unknown = [feature for feature in inputs if feature not in self._features]
-        if unknown:
-            raise ValueError(f"features should be among {list(self._features)} but are: {unknown}")
-        return [feature for feature in self._features if feature in inputs]
-
 
 class EmbeddingCollection(TableCollection):
     """Vectors of the ids of several features in one call.
@@ -339,7 +332,7 @@ class EmbeddingCollection(TableCollection):
         def ask() -> dict[str, Asked]:
             return {
                 name: Asked(Request(self._table_of(name), as_key_tensor(inputs[name], name)))
-                for name in self._present(inputs)
+                for name in present(self._features, inputs)
             }
 
         return {
@@ -386,7 +379,7 @@ class EmbeddingBagCollection(TableCollection):
     def forward(self, inputs: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         def ask() -> dict[str, Asked]:
             asked = {}
-            for name in self._present(inputs):
+            for name in present(self._features, inputs):
                 ids, offsets, weights = (*inputs[name], None, None)[:3]
                 if ids is None:
                     raise TypeError(f"ids of {name!r} should be a tensor but is: None")

@@ -19,6 +19,7 @@ from torch import nn
 
 from embstore.nn.bags import bag_inputs
 from embstore.nn.batch import Pooling, as_key_tensor
+from embstore.nn.features import present
 
 if TYPE_CHECKING:
     from embstore.serving.models import ServedTables, Source
@@ -107,12 +108,6 @@ class _Served(nn.Module):
         pooled: torch.Tensor = serve_bags(keys, offsets, weights, self._rows[table].number, int(pooling))
         return pooled.to(ids.device, self._dtypes[table])
 
-    def _known(self, inputs: Mapping[str, Any]) -> list[str]:
-        unknown = [feature for feature in inputs if feature not in self.features]
-        if unknown:
-            raise ValueError(f"features should be among {list(self.features)} but are: {unknown}")
-        return [feature for feature in self.features if feature in inputs]
-
 
 class ServedEmbedding(_Served):
     """Stands for `Embedding`."""
@@ -144,7 +139,9 @@ class ServedEmbeddingCollection(_Served):
     """Stands for `EmbeddingCollection`."""
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {feature: self._vectors(feature, inputs[feature]) for feature in self._known(inputs)}
+        return {
+            feature: self._vectors(feature, inputs[feature]) for feature in present(self.features, inputs)
+        }
 
 
 class ServedEmbeddingBagCollection(_Served):
@@ -156,7 +153,7 @@ class ServedEmbeddingBagCollection(_Served):
 
     def forward(self, inputs: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         answers = {}
-        for feature in self._known(inputs):
+        for feature in present(self.features, inputs):
             ids, offsets, weights = (*inputs[feature], None, None)[:3]
             if ids is None:
                 raise TypeError(f"ids of {feature!r} should be a tensor but is: None")

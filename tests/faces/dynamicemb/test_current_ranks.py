@@ -1,4 +1,4 @@
-"""Options of today's clients over ranks: who owns a key, and how occurrences of all ranks are counted."""
+"""Options that current clients use, over ranks: who owns a key, and how all ranks count occurrences."""
 
 from __future__ import annotations
 
