@@ -1,9 +1,15 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <cassert>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "embstore/checksum.h"
+#include "embstore/parallel.h"
 #include "embstore/served_table.h"
 #include "file_io.h"
 
@@ -74,24 +80,95 @@ ServedIndex::ServedIndex(const std::string& path, int64_t entries, uint32_t keys
   if (Crc32(0, lines_, bytes()) != header.lines_crc) refuse("is damaged: its checksum is wrong");
 }
 
+std::optional<uint32_t> ServedIndex::PutWithin(Line* home, const Line* end, int64_t key,
+                                               uint32_t row, bool* placed) {
+  *placed = true;
+  for (Line* line = home; line != end; ++line) {
+    for (int i = 0; i < line->count; ++i) {
+      if (line->keys[i] == key) return std::exchange(line->rows[i], row);
+    }
+    if (line->count < Line::kEntries) {
+      line->keys[line->count] = key;
+      line->rows[line->count++] = row;
+      return std::nullopt;
+    }
+    line->passed = 1;
+  }
+  *placed = false;
+  return std::nullopt;
+}
+
 std::optional<uint32_t> ServedIndex::Put(int64_t key, uint32_t row) {
   auto* lines = reinterpret_cast<Line*>(owned_.data());
   const uint64_t hash = Hash(key);
   if (!filter_.empty()) filter_[FilterWord(hash)] |= FilterBits(hash);
-  for (int64_t at = LineOf(hash) - lines_;;) {
-    Line& line = lines[at];
-    for (int i = 0; i < line.count; ++i) {
-      if (line.keys[i] == key) return std::exchange(line.rows[i], row);
+  bool placed;
+  auto* home = lines + (LineOf(hash) - lines_);
+  std::optional<uint32_t> before = PutWithin(home, lines + lines_count_, key, row, &placed);
+  if (!placed) before = PutWithin(lines, home, key, row, &placed);  // from the front again
+  size_ += !before;
+  return before;
+}
+
+std::optional<int64_t> ServedIndex::PutAll(std::span<const NumberedKeys> parts) {
+  assert(filter_.empty());
+  struct Entry {
+    int64_t key;
+    uint32_t row;
+  };
+  struct Range {
+    std::vector<Entry> left_over;  // their lines up to the end of the range are full
+    int64_t placed = 0;
+    std::optional<int64_t> twice;
+  };
+  auto* lines = reinterpret_cast<Line*>(owned_.data());
+  std::vector<Range> ranges(static_cast<size_t>(NumThreads()));
+  ParallelFor(std::ssize(ranges), [&](int64_t number) {
+    Range& range = ranges[static_cast<size_t>(number)];
+    const int64_t begin = lines_count_ * number / std::ssize(ranges);
+    const int64_t end = lines_count_ * (number + 1) / std::ssize(ranges);
+    constexpr int64_t kBlock = 1024;
+    std::array<Line*, kBlock> homes;
+    std::array<int64_t, kBlock> at;
+    for (const NumberedKeys& part : parts) {
+      for (int64_t first = 0; first < part.n; first += kBlock) {
+        // Without branches: whether a key is of this range nobody can predict.
+        size_t own = 0;
+        for (int64_t i = first; i < std::min(first + kBlock, part.n); ++i) {
+          const int64_t line = HomeOf(part.keys[i]) - lines_;
+          homes[own] = lines + line;
+          at[own] = i;
+          own += line >= begin && line < end;
+        }
+        constexpr size_t kAhead = 16;
+        for (size_t i = 0; i < std::min(own, kAhead); ++i) __builtin_prefetch(homes[i], 1);
+        for (size_t i = 0; i < own; ++i) {
+          if (i + kAhead < own) __builtin_prefetch(homes[i + kAhead], 1);
+          const Entry entry{part.keys[at[i]], part.first_row + static_cast<uint32_t>(at[i])};
+          bool placed;
+          if (PutWithin(homes[i], lines + end, entry.key, entry.row, &placed)) {
+            range.twice = entry.key;
+            return;
+          }
+          if (placed) {
+            ++range.placed;
+          } else {
+            range.left_over.push_back(entry);
+          }
+        }
+      }
     }
-    if (line.count < Line::kEntries) {
-      line.keys[line.count] = key;
-      line.rows[line.count++] = row;
-      ++size_;
-      return std::nullopt;
-    }
-    line.passed = 1;
-    if (++at == lines_count_) at = 0;
+  });
+  for (const Range& range : ranges) {
+    if (range.twice) return range.twice;
+    size_ += range.placed;
   }
+  for (const Range& range : ranges) {
+    for (const Entry& entry : range.left_over) {
+      if (Put(entry.key, entry.row)) return entry.key;
+    }
+  }
+  return std::nullopt;
 }
 
 void ServedIndex::Save(const std::string& path, uint32_t keys_crc) const {

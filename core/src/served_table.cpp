@@ -78,15 +78,13 @@ ServedTable::ServedTable(const ServedTableOptions& options, std::vector<ServedRo
     return;
   }
   auto index = std::make_shared<ServedIndex>(size_, options.seed);
+  std::vector<ServedIndex::NumberedKeys> numbered;
   for (size_t p = 0; p < parts.size(); ++p) {
-    const ServedRows& part = parts[p];
-    for (int64_t i = 0; i < part.n; ++i) {
-      if (i + kAhead < part.n) __builtin_prefetch(index->HomeOf(part.keys[i + kAhead]), 1);
-      if (index->Put(part.keys[i], first[p] + static_cast<uint32_t>(i))) {
-        throw InvalidArgument("keys of table '" + options.name + "' should be distinct but " +
-                              std::to_string(part.keys[i]) + " comes twice");
-      }
-    }
+    numbered.push_back({parts[p].keys, parts[p].n, first[p]});
+  }
+  if (const std::optional<int64_t> twice = index->PutAll(numbered)) {
+    throw InvalidArgument("keys of table '" + options.name + "' should be distinct but " +
+                          std::to_string(*twice) + " comes twice");
   }
   base_ = std::move(index);
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "check.h"
+#include "embstore/parallel.h"
 
 namespace {
 
@@ -175,6 +176,36 @@ TEST(A saved index answers as the one that was built and refuses other keys and 
 TEST(A duplicate key is refused) {
   const auto rows = std::make_shared<Rows>(RowsOf({1, 2, 1}, 0));
   CHECK_THROWS(InvalidArgument, "twice", ServedTable(Options(), {Part(rows)}, "", 0));
+}
+
+TEST(Any number of threads indexes the keys of all parts and finds one that comes twice) {
+  std::mt19937_64 random(3);
+  for (const int threads : {1, 2, 3, 7}) {
+    SetNumThreads(threads);
+    // Few lines: most keys do not fit into the range of their home.
+    for (const int64_t n : {0, 1, 4, 11, 29, 1021, 20'011}) {
+      std::set<int64_t> drawn;
+      while (std::ssize(drawn) < n) drawn.insert(static_cast<int64_t>(random()));
+      const std::vector<int64_t> keys(drawn.begin(), drawn.end());
+      const int64_t half = n / 2;
+      ServedIndex index(n, random());
+      CHECK(!index.PutAll(std::vector<ServedIndex::NumberedKeys>{
+          {keys.data(), half, 1000}, {keys.data() + half, n - half, 70'000}}));
+      CHECK_EQ(index.size(), n);
+      for (int64_t i = 0; i < n; ++i) {
+        const uint32_t* row = index.Find(keys[static_cast<size_t>(i)]);
+        CHECK(row != nullptr);
+        CHECK_EQ(int64_t{*row}, i < half ? 1000 + i : 70'000 + i - half);
+      }
+      CHECK(index.Find(static_cast<int64_t>(random())) == nullptr);
+      if (n == 0) continue;
+      const int64_t again = keys[random() % keys.size()];
+      ServedIndex twice(n + 1, random());
+      CHECK(twice.PutAll(std::vector<ServedIndex::NumberedKeys>{{keys.data(), n, 0},
+                                                                {&again, 1, 90'000}}) == again);
+    }
+  }
+  SetNumThreads(2);
 }
 
 TEST(Rows of int8 differ by at most half a step of their scale) {

@@ -76,6 +76,15 @@ class ServedIndex {
   // Sets the row of the key. Returns the previous one, if the key was there.
   std::optional<uint32_t> Put(int64_t key, uint32_t row);
 
+  // Adds keys that are numbered in order from `first_row`. Threads fill a range of lines each.
+  // Returns a key that comes twice, if there is one; the index is then of no use.
+  struct NumberedKeys {
+    const int64_t* keys;
+    int64_t n;
+    uint32_t first_row;
+  };
+  std::optional<int64_t> PutAll(std::span<const NumberedKeys> parts);
+
   // Indexes with one secret share it.
   uint64_t Hash(int64_t key) const {
     return HashKey(static_cast<int64_t>(static_cast<uint64_t>(key) ^ secret_));
@@ -122,6 +131,11 @@ class ServedIndex {
     return uint64_t{1} << (hash & 63) | uint64_t{1} << (hash >> 6 & 63);
   }
   size_t FilterWord(uint64_t hash) const { return (hash >> 12) & (filter_.size() - 1); }
+
+  // Puts an entry into lines [home, end), and returns the previous row of the key. False in
+  // `placed`: they are full.
+  static std::optional<uint32_t> PutWithin(Line* home, const Line* end, int64_t key, uint32_t row,
+                                           bool* placed);
 
   uint64_t secret_ = 0;
   int64_t lines_count_ = 0, size_ = 0;
