@@ -186,7 +186,6 @@ void ServedIndex::Save(const std::string& path, uint32_t keys_crc) const {
   try {
     WriteWhole(fd, &header, sizeof(header), 0, path);
     WriteWhole(fd, lines_, bytes(), sizeof(header), path);
-    if (fsync(fd) != 0) ThrowIo("fsync of " + path);
   } catch (...) {
     close(fd);
     unlink(path.c_str());

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from embstore.durations import durations
@@ -169,20 +171,31 @@ class StepTimer:
     """
 
     def __init__(self, registry: Any = None) -> None:
-        registry = _registry(registry)
-        from prometheus_client import Histogram
-
-        self._histogram = Histogram(
-            "embstore_step_seconds", "Time of a training step.", buckets=STEP_BUCKETS, registry=registry
-        )
-        self._begin = 0.0
+        # A Histogram of prometheus_client would do the same, but takes 10 us of each step.
+        self._counts = [0] * (len(STEP_BUCKETS) + 1)
+        self._begin = self._sum = 0.0
+        _registry(registry).register(self)
 
     def __enter__(self) -> StepTimer:
         self._begin = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._histogram.observe(time.perf_counter() - self._begin)
+        seconds = time.perf_counter() - self._begin
+        self._counts[bisect_left(STEP_BUCKETS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Any]:
+        """The histogram, for prometheus_client."""
+        from prometheus_client.core import HistogramMetricFamily
+
+        bounds = [*map(str, STEP_BUCKETS), "+Inf"]
+        yield HistogramMetricFamily(
+            "embstore_step_seconds",
+            "Time of a training step.",
+            buckets=list(zip(bounds, map(float, accumulate(self._counts)))),
+            sum_value=self._sum,
+        )
 
 
 class TensorBoard:

@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import time
 from pathlib import Path
 
 import prometheus_client
@@ -118,7 +119,15 @@ def test_a_timer_counts_steps():
     for _ in range(3):
         with timer:
             pass
-    assert registry.get_sample_value("embstore_step_seconds_count") == 3
+    with timer:
+        time.sleep(0.0101)
+    assert registry.get_sample_value("embstore_step_seconds_count") == 4
+    below = [
+        registry.get_sample_value("embstore_step_seconds_bucket", {"le": le})
+        for le in ("0.001", "0.01", "+Inf")
+    ]
+    assert below[0] <= 3 and below[1] <= 3 and below[2] == 4
+    assert 0.0101 < registry.get_sample_value("embstore_step_seconds_sum")
 
 
 def test_every_panel_of_the_dashboard_asks_for_metrics_that_exist(tmp_path):

@@ -114,8 +114,8 @@ class ServedIndex {
   }
   const uint32_t* Find(int64_t key) const { return Find(key, HomeOf(key)); }
 
-  // Writes the index to a new file and syncs it; the caller renames it. `keys_crc` identifies the
-  // keys.
+  // Writes the index to a new file; the caller syncs it where it has to last. `keys_crc` identifies
+  // the keys.
   void Save(const std::string& path, uint32_t keys_crc) const;
 
   template <typename Visit>

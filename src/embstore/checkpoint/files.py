@@ -163,6 +163,15 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def sync_file(path: Path) -> None:
+    """Makes the bytes of a file durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_durably(path: Path, text: str) -> None:
     """A small text file, written and synced."""
     with open(path, "w", encoding="utf-8", newline="\n") as file:

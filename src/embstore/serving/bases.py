@@ -28,7 +28,7 @@ from embstore.arrays import address
 from embstore.checkpoint import host_cache
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.files import read_sealed, sealed, write_durably
+from embstore.checkpoint.files import read_sealed, sealed, sync_file, write_durably
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
 from embstore.checkpoint.shared import as_records, combined, from_records, shared_file, stored_shared
@@ -198,12 +198,15 @@ def prepare(
         embstore.serving.prepare("/data/monday", "/data/monday-int8", dtype="int8")
     """
     kind = as_enum(RowDType, "dtype", dtype)
-    write_base(open_dump(source), Path(target), kind, rows_inside=True)
+    write_base(open_dump(source), Path(target), kind, rows_inside=True, durable=True)
     return Path(target)
 
 
-def write_base(dump: Dump, target: Path, dtype: RowDType, rows_inside: bool) -> None:
-    """Verifies the keys and vectors of a dump, indexes them and publishes a base."""
+def write_base(dump: Dump, target: Path, dtype: RowDType, *, rows_inside: bool, durable: bool) -> None:
+    """Verifies the keys and vectors of a dump, indexes them and publishes a base.
+
+    One that is not durable may be torn by a power failure, which `open_base` notices.
+    """
     of = dump.manifest
     if of is None:
         raise CheckpointError(f"{dump.path}: has no manifest, so its files cannot be verified")
@@ -216,6 +219,9 @@ def write_base(dump: Dump, target: Path, dtype: RowDType, rows_inside: bool) -> 
             tables.setdefault(table.collection, {})[table.name] = _write_table(
                 table, folder, dtype, rows_inside
             )
+        if durable:
+            for file in draft.path.glob("*/*"):
+                sync_file(file)
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -263,8 +269,6 @@ def _write_rows(table: DumpTable, path: Path, dtype: RowDType) -> File:
                 block = encode(values[begin : begin + _ROWS_AT_ONCE], dtype)
                 file.write(block.data)
                 crc, written = _core.crc32(address(block), block.nbytes, crc), written + block.nbytes
-        file.flush()
-        os.fsync(file.fileno())
     return {"bytes": written, "crc32": crc}
 
 
@@ -383,7 +387,7 @@ def cached_base(dump: Dump, dtype: RowDType, missing: str, cache: Path) -> Base:
             shutil.rmtree(folder, ignore_errors=True)
         # A reader that drops the base of an older state may have removed the lock file meanwhile.
         with contextlib.suppress(FileExistsError):
-            write_base(dump, folder, dtype, rows_inside)
+            write_base(dump, folder, dtype, rows_inside=rows_inside, durable=False)
         return open_base(folder, missing, None if rows_inside else dump)
 
 
