@@ -127,7 +127,7 @@ def test_a_timer_counts_steps():
         for le in ("0.001", "0.01", "+Inf")
     ]
     assert below[0] <= 3 and below[1] <= 3 and below[2] == 4
-    assert 0.0101 < registry.get_sample_value("embstore_step_seconds_sum")
+    assert registry.get_sample_value("embstore_step_seconds_sum") > 0.0101
 
 
 def test_every_panel_of_the_dashboard_asks_for_metrics_that_exist(tmp_path):
