@@ -1,15 +1,21 @@
 """Shared rows, and rows that go to the ids that are frequent: modules, copies, restarts."""
 
+import base64
+import json
+
 import numpy as np
 import pytest
 import torch
 from native_tables import as_dict
+from typer.testing import CliRunner
 
 import embstore
 from embstore import Admission, ScoreStrategy
+from embstore.checkpoint.converting import convert
 from embstore.checkpoint.shared import chosen, combined
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.torch_checkpoint import TablesState
+from embstore.cli.commands import app
 
 GOOD = {
     "score_strategy": "lfu",
@@ -74,7 +80,25 @@ def by_torch(table, folder):
     return twin
 
 
-COPIES = [by_state, by_dump, by_log, by_torch]
+def by_file(table, folder, to):
+    folder.mkdir()
+    embstore.dump(folder / "d", {"m": {table.name: table}}, optim=True)
+    convert(folder / "d", folder / to, to)
+    convert(folder / to, folder / "back", "v2")
+    twin = embstore.Table(table.options)
+    embstore.load(folder / "back", {"m": {table.name: twin}}, optim=True)
+    return twin
+
+
+def by_parquet(table, folder):
+    return by_file(table, folder, "parquet")
+
+
+def by_safetensors(table, folder):
+    return by_file(table, folder, "safetensors")
+
+
+COPIES = [by_state, by_dump, by_log, by_torch, by_parquet, by_safetensors]
 
 
 @pytest.mark.parametrize("strategy", ["lfu", "importance"])
@@ -111,7 +135,7 @@ def test_every_copy_has_the_shared_rows_and_the_counts(tmp_path, copy):
     train(module, batches(30))
     twin = copy(module.table, tmp_path / "copy")
     ours, theirs = bits(module.table), bits(twin)
-    if copy is by_log:  # counts are those of the base
+    if copy in (by_log, by_parquet, by_safetensors):  # they have no counts, or those of the base
         ours, theirs = ours[:2], theirs[:2]
     assert ours == theirs
     ids = torch.tensor([5_000_000, 1, 5_000_001])
@@ -262,6 +286,58 @@ def test_another_number_of_ranks_takes_the_mean_of_copies_and_each_row_of_one_ow
     assert [chosen(spec(2), both, spec(2), rank, 2, False).keys.tolist() for rank in (0, 1)] == [[0], [1]]
     fewer = chosen(spec(2), owned, spec(3), 0, 1, True)
     assert fewer.keys.tolist() == [0, 1, 2] and (fewer.values == 2.0).all()
+
+
+def test_shared_rows_of_a_file_that_do_not_fit_are_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    table = embstore.Table("t", dim=3, max_capacity=50, **GOOD)
+    train(embstore.Embedding(table=table), batches(5))
+    embstore.dump(tmp_path / "d", {"m": {"t": table}}, optim=True)
+    convert(tmp_path / "d", tmp_path / "s", "safetensors")
+    file = tmp_path / "s" / "m" / "t.safetensors"
+    arrays, spec = load_file(file), json.dumps(TableSpec.of(table).to_dict())
+    record = (5).to_bytes(8, "little") + bytes(4 * 9)
+    for shared, why in (
+        ("?", "its shared rows cannot be read"),
+        ("AAAA", "its shared rows cannot be read"),
+        (base64.b64encode(record).decode(), "numbers below 2, each once"),
+        (base64.b64encode(bytes(2 * len(record))).decode(), "numbers below 2, each once"),
+    ):
+        save_file(arrays, file, metadata={"embstore": spec, "embstore_shared": shared})
+        with pytest.raises(embstore.CheckpointError, match=f"t.safetensors: .*{why}"):
+            convert(tmp_path / "s", tmp_path / "back", "v2")
+        assert not (tmp_path / "back").exists()
+
+
+def test_files_without_a_place_for_shared_rows_say_so(tmp_path):
+    table = embstore.Table("t", dim=3, max_capacity=50, **GOOD)
+    train(embstore.Embedding(table=table), batches(5))
+    embstore.dump(tmp_path / "d", {"m": {"t": table}}, optim=True)
+    for to in ("sok", "one_embedding"):
+        with pytest.warns(UserWarning, match=f"files of {to} have no place for the shared rows of m/t"):
+            convert(tmp_path / "d", tmp_path / to, to)
+
+
+def test_the_command_line_shows_and_compares_shared_rows(tmp_path):
+    module = embstore.Embedding(table=embstore.Table("t", dim=3, max_capacity=50, **GOOD))
+    tables = {"m": {"t": module.table}}
+    train(module, batches(30))
+    log = embstore.IncrementLog.create(tmp_path / "log", tables)
+    embstore.dump(tmp_path / "before", tables)
+    shared = module.table.shared_rows()
+    changed = shared.values + [[1], [0]]
+    module.table.assign_shared_rows(shared.keys, changed.astype(np.float32), shared.states)
+    log.append(tables)
+    embstore.dump(tmp_path / "after", tables)
+
+    def command(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    assert "rows       50 and 2 shared" in command("inspect", tmp_path / "log").stdout
+    assert command("diff", tmp_path / "log", tmp_path / "after").exit_code == 0
+    found = command("diff", tmp_path / "before", tmp_path / "after")
+    assert found.exit_code == 1 and "shared rows differ  1 row" in found.stdout
 
 
 def test_a_dump_with_shared_rows_warns_where_the_table_has_none(tmp_path):

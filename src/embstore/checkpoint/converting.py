@@ -10,6 +10,7 @@ one_embedding  snapshots of OneEmbedding's persistent tables, {table}/0-1
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -90,6 +91,9 @@ def convert(
     if to in WRITTEN:
         return _to_dump(path, target, to, progress, one_embedding)
     stored = open_verified(path, progress)
+    for table in stored.tables if to in ("sok", "one_embedding") else []:
+        if table.shared is not None:
+            warnings.warn(f"files of {to} have no place for the shared rows of {table.label}", stacklevel=2)
     with shown(progress, "converting", unit=" tables") as report:
         if to == "sok":
             _write_sok(target, stored.tables, report)
@@ -131,12 +135,16 @@ def _to_dump(path: Path, target: Path, layout: str, progress: Wanted, options: O
 
 
 def _foreign_sources(files: list[Path]) -> list[_Given]:
-    tables = ((file, _COLUMN_FORMATS[file.suffix].read(file)) for file in files)
-    return [_given(name_of(file.parent.name), *table.spec_and_rows(file)) for file, table in tables]
+    found = []
+    for file in files:
+        table = _COLUMN_FORMATS[file.suffix].read(file)
+        spec, rows = table.spec_and_rows(file)
+        found.append(_given(name_of(file.parent.name), spec, rows, table.shared(file, spec)))
+    return found
 
 
-def _given(collection: str, spec: TableSpec, rows: Rows) -> _Given:
-    source = block_source(collection, spec, len(rows), [rows])
+def _given(collection: str, spec: TableSpec, rows: Rows, shared: Rows | None = None) -> _Given:
+    source = block_source(collection, spec, len(rows), [rows], shared=shared)
     return _Given(source, rows.states.shape[1] == spec.state_width)
 
 

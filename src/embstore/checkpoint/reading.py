@@ -25,6 +25,7 @@ from embstore.checkpoint.errors import CheckpointError, NotADumpError
 from embstore.checkpoint.files import combine, file_crc32, file_size
 from embstore.checkpoint.names import file_stem, name_of
 from embstore.checkpoint.parts import PartReader, Pieces
+from embstore.checkpoint.shared import combined, stored_shared
 from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import Ranks
 from embstore.formats import dynamicemb as layouts
@@ -130,6 +131,11 @@ class DumpTable(Columns):
         if self.entry:
             return sum(stored["bytes"] for stored in self.entry.files.values())
         return sum(path.stat().st_size for part in self.found.parts for path in part.files)
+
+    @property
+    def shared(self) -> Rows | None:
+        found = stored_shared(self)
+        return None if found is None else combined(found)
 
     @property
     def state_names(self) -> list[str]:

@@ -56,6 +56,10 @@ class LogTable(Columns):
     def state_names(self) -> list[str]:
         return [name for name, _, _ in self._merged.spec.file_states()] if self._optim else []
 
+    @property
+    def shared(self) -> Rows | None:
+        return self._merged.shared()
+
     @cached_property
     def _whole(self) -> Rows:
         return Rows.concatenate([self._merged.empty(), *self._merged.blocks()])

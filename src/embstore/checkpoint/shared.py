@@ -9,16 +9,18 @@ alone (number % world), else every rank has its own copy and readers of another 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import RowFile
-from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.spec import TableSpec
 from embstore.rows import Rows
+
+if TYPE_CHECKING:
+    from embstore.checkpoint.reading import DumpTable
 
 Array = npt.NDArray[Any]
 

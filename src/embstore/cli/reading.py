@@ -32,6 +32,7 @@ from embstore.cli.app import (
 from embstore.display import draw
 from embstore.formats.columns import Columns
 from embstore.readable import bytes_text, float_text, histogram, score_text
+from embstore.rows import Rows
 
 BAR = 24  # columns of the longest
 FINE_NANOSECONDS = 60 * 10**9  # times that are closer need milliseconds
@@ -48,6 +49,7 @@ def inspect(path: DumpPath, as_json: Json = False) -> None:
                 {
                     "table": table.label,
                     "rows": table.rows,
+                    "shared_rows": spec.shared_rows if spec else 0,
                     "dim": table.dim,
                     "dtype": spec.dtype if spec else "float32",
                     "optimizer": spec.optimizer["name"] if spec else "?",
@@ -70,7 +72,8 @@ def _print_table(row: dict[str, Any]) -> None:
     print_card(
         row["table"],
         {
-            "rows": f"{row['rows']:,}",
+            "rows": f"{row['rows']:,}"
+            + (f" and {row['shared_rows']:,} shared" if row["shared_rows"] else ""),
             "vectors": f"{row['dim']} x {row['dtype']}",
             "optimizer": (row["optimizer"] if known else "not known")
             + ("" if row["states"] == "-" else f" with states {row['states']}"),
@@ -195,7 +198,9 @@ def diff(
         for name in sorted(names.keys() | others.keys()):
             found = _difference(names.get(name), others.get(name), tolerance)
             rows.append({"table": "/".join(name), **found})
-    differ = [any(row[c] for c in ("only_first", "only_second", "vectors", "scores")) for row in rows]
+    differ = [
+        any(row[c] for c in ("only_first", "only_second", "vectors", "scores", "shared")) for row in rows
+    ]
     if as_json:
         print_json(rows)
     else:
@@ -217,6 +222,7 @@ def _print_difference(row: dict[str, Any], differs: bool) -> None:
             "vectors differ": plural(row["vectors"], "row")
             + (f", by at most {float_text(row['largest'])}" if row["vectors"] else ""),
             "scores differ": plural(row["scores"], "row"),
+            **({"shared rows differ": plural(row["shared"], "row")} if row["shared"] else {}),
         },
     )
 
@@ -228,6 +234,7 @@ def _difference(a: Columns | None, b: Columns | None, tolerance: float) -> dict[
             "only_second": b.rows if b else 0,
             "vectors": 0,
             "scores": 0,
+            "shared": 0,
             "largest": 0.0,
         }
     at = b.locate(a.keys)
@@ -240,8 +247,17 @@ def _difference(a: Columns | None, b: Columns | None, tolerance: float) -> dict[
         "only_second": b.rows - int(both.sum()),
         "vectors": int((gap > tolerance).sum()),
         "scores": int((a.scores[both] != b.scores[at[both]]).sum()),
+        "shared": _shared_difference(a.shared, b.shared, tolerance),
         "largest": float(gap.max(initial=0.0)),
     }
+
+
+def _shared_difference(a: Rows | None, b: Rows | None, tolerance: float) -> int:
+    """How many shared rows only one table has, or differ."""
+    first, second = ({} if rows is None else dict(zip(rows.keys.tolist(), rows.values)) for rows in (a, b))
+    both = first.keys() & second.keys()
+    differ = sum(bool(np.abs(first[n] - second[n]).max(initial=0.0) > tolerance) for n in both)
+    return differ + len(first.keys() ^ second.keys())
 
 
 @app.command()

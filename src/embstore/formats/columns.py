@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.shared import as_records
 from embstore.checkpoint.spec import TableSpec
 from embstore.extras import missing
 from embstore.rows import Rows
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 Array = npt.NDArray[Any]
-DESCRIPTION = "embstore"  # the key of a table's description in the metadata of foreign files
+# Keys in the metadata of foreign files: the description of a table, and its shared rows as records in base64.
+DESCRIPTION, SHARED = "embstore", "embstore_shared"
 
 
 class Columns(ABC):
@@ -90,6 +93,11 @@ class Columns(ABC):
         """All rows with states and scores."""
 
     @property
+    @abstractmethod
+    def shared(self) -> Rows | None:
+        """Shared rows by number; None where the table has none."""
+
+    @property
     def label(self) -> str:
         return f"{self.collection}/{self.name}"
 
@@ -121,8 +129,9 @@ class Columns(ABC):
         return vectors, found
 
     def description(self) -> dict[str, str]:
-        """What the table is, as metadata of a foreign file; empty where that is not known."""
-        return _description(self.spec) if self.spec else {}
+        """What the table is, with its shared rows, as metadata of a foreign file; empty where that is not
+        known."""
+        return _description(self.spec, self.shared, bool(self.state_names)) if self.spec else {}
 
     def to_arrow(self) -> pyarrow.Table:
         """Columns key, vector (a list of fixed size), score, and one for each optimizer state."""
@@ -139,8 +148,11 @@ class Columns(ABC):
         return f"{kind}({self.name!r}, rows={self.rows}, dim={self.dim}, layout={self.layout!r})"
 
 
-def _description(spec: TableSpec) -> dict[str, str]:
-    return {DESCRIPTION: json.dumps(spec.to_dict(), sort_keys=True)}
+def _description(spec: TableSpec, shared: Rows | None, states: bool) -> dict[str, str]:
+    found = {DESCRIPTION: json.dumps(spec.to_dict(), sort_keys=True)}
+    if shared is not None:
+        found[SHARED] = b64encode(as_records(shared, optim=states).tobytes()).decode()
+    return found
 
 
 def _arrow(
@@ -170,7 +182,9 @@ def _rows_and_states(table: Table, states: bool) -> tuple[Rows, dict[str, Array]
 def arrow_of_table(table: Table, states: bool) -> pyarrow.Table:
     """The rows of a live table as `Columns.to_arrow` has those of a stored one."""
     rows, named = _rows_and_states(table, states)
-    return _arrow(rows.keys, rows.values, rows.scores, named, _description(TableSpec.of(table)))
+    shared = table.shared_rows() if table.options.shared_rows else None
+    described = _description(TableSpec.of(table), shared, states)
+    return _arrow(rows.keys, rows.values, rows.scores, named, described)
 
 
 def pandas_of_table(table: Table, states: bool) -> pandas.DataFrame:

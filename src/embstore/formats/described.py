@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,9 @@ import numpy.typing as npt
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import name_of
+from embstore.checkpoint.shared import from_records
 from embstore.checkpoint.spec import TableSpec
+from embstore.formats.columns import DESCRIPTION, SHARED
 from embstore.optimizers import OPTIMIZERS, SGD, Optimizer
 from embstore.rows import Rows
 from embstore.table import Table
@@ -30,13 +33,13 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class DescribedTable:
-    """The columns of one file. `description` is the JSON of a `TableSpec`, or empty."""
+    """The columns of one file, and its metadata: JSON of a `TableSpec` and the shared rows, or nothing."""
 
     keys: Array
     values: Array
     scores: Array | None
     states: dict[str, Array] = field(default_factory=dict)
-    description: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
 
     def spec_and_rows(self, file: Path) -> tuple[TableSpec, Rows]:
         """What the table is, and its rows. Raises CheckpointError where columns do not fit together."""
@@ -67,12 +70,31 @@ class DescribedTable:
             keys.astype(np.int64), *as_float, np.maximum(scores.astype(np.uint64), np.uint64(1))
         )
 
+    def shared(self, file: Path, spec: TableSpec) -> Rows | None:
+        """The shared rows; None where the table has none. Raises CheckpointError where they do not fit."""
+        if not spec.shared_rows:
+            return None
+        size = 8 + 4 * (spec.dim + (spec.state_width if self.states else 0))
+        try:
+            records = np.frombuffer(b64decode(self.metadata.get(SHARED, ""), validate=True), np.uint8)
+            rows = from_records(records.reshape(-1, size), spec.dim)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: its shared rows cannot be read: {error}") from error
+        if len(np.unique(rows.keys)) != len(rows) or not set(rows.keys.tolist()) <= set(
+            range(spec.shared_rows)
+        ):
+            raise CheckpointError(
+                f"{file}: expected shared rows with numbers below {spec.shared_rows}, each once"
+            )
+        return rows
+
     def _spec(self, file: Path, widths: dict[str, int]) -> TableSpec:
         dim = self.values.shape[1]
-        if not self.description:
+        description = self.metadata.get(DESCRIPTION)
+        if not description:
             return inferred_spec(name_of(file.stem), dim, widths, {})
         try:
-            spec = TableSpec.from_dict(json.loads(self.description))
+            spec = TableSpec.from_dict(json.loads(description))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: its description is not that of a table: {error}") from error
         expected = {name: width for name, _, width in spec.file_states()} if widths else {}

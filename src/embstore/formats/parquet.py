@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.errors import CheckpointError
-from embstore.formats.columns import DESCRIPTION, Columns
+from embstore.formats.columns import Columns
 from embstore.formats.described import DescribedTable, reading, require_columns
 
 SUFFIX = ".parquet"
@@ -42,7 +42,7 @@ def _read(file: Path) -> DescribedTable:
         vectors("vector"),
         table["score"].to_numpy() if "score" in table.column_names else None,
         {name: vectors(name) for name in lists if name != "vector"},
-        (table.schema.metadata or {}).get(DESCRIPTION.encode(), b"").decode(),
+        {key.decode(): text.decode() for key, text in (table.schema.metadata or {}).items()},
     )
 
 

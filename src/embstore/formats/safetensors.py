@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embstore.formats.columns import DESCRIPTION, Columns
+from embstore.formats.columns import Columns
 from embstore.formats.described import DescribedTable, reading, require_columns
 
 SUFFIX = ".safetensors"
@@ -24,7 +24,7 @@ def read(file: Path) -> DescribedTable:
             opened.get_tensor("values"),
             opened.get_tensor("scores") if "scores" in names else None,
             {n.removeprefix("state."): opened.get_tensor(n) for n in sorted(names) if n.startswith("state.")},
-            (opened.metadata() or {}).get(DESCRIPTION, ""),
+            opened.metadata() or {},
         )
 
 
