@@ -37,6 +37,30 @@ def trained(path: Path, numbers: int = 3) -> tuple[embstore.Table, embstore.Incr
     return trainer, log
 
 
+def test_a_damaged_log_is_refused_while_a_trainer_goes_on_appending(tmp_path: Path) -> None:
+    trainer, log = trained(tmp_path, 2)
+    flip(tmp_path / "increment-000000000001" / "model" / "user_values")
+    tries = 0
+
+    class Reading(embstore.IncrementLog):
+        def entries(self) -> Any:  # something has come whenever it looks
+            nonlocal tries
+            tries += 1
+            if tries < 50:
+                step(trainer, 2 + tries)
+                log.append({"model": {"user": trainer}})
+            return super().entries()
+
+    for read in (
+        lambda: Reading(tmp_path).verify(),
+        lambda: Reading(tmp_path).load({"model": {"user": make()}}),
+    ):
+        tries = 0
+        with pytest.raises(embstore.CheckpointError, match="user_values: .*checksum"):
+            read()
+        assert tries < 50
+
+
 @pytest.mark.parametrize("damaged", ["base-000000000000", "increment-000000000002"])
 def test_a_load_that_fails_leaves_the_table_and_follow_goes_on_from_there(
     tmp_path: Path, damaged: str

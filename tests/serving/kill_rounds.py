@@ -30,6 +30,7 @@ class Target:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._process = 0
 
     def _read(self) -> str:
         assert self._launcher.stdout
@@ -49,6 +50,9 @@ class Target:
 
     def end(self) -> None:
         self._launcher.kill()
+        if self._process:  # it would go on, and hold the pipes open
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
         self._launcher.communicate()
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import embstore
-from embstore.serving import Reader, prepare
+from embstore.serving import Reader, bases, prepare
+from embstore.serving import reader as reader_module
 
 KEYS = np.array([0, -1, 7, 2**63 - 1, -(2**63), *range(100, 1123)], np.int64)
 
@@ -322,6 +323,36 @@ def test_lookups_beside_a_follower_see_whole_states_only(tmp_path):
             thread.join()
     assert failures == []
     assert reader.error is None
+
+
+def test_compaction_may_take_a_base_away_while_a_reader_opens_it(tmp_path, monkeypatch):
+    user = trained()
+    tables = {"a": {"user": user}}
+    log = embstore.IncrementLog.create(tmp_path / "log", tables)
+
+    def more():
+        user.apply_gradients(KEYS, np.ones((len(KEYS), 8), np.float32))
+        log.append(tables)
+        log.compact()
+
+    opened, compactions = [], 3
+
+    def cached_base(dump, *others):
+        opened.append(dump.path.name)
+        if len(opened) <= compactions:
+            more()
+            more()  # the base before the newest stays
+            assert not dump.path.exists()
+        return bases.cached_base(dump, *others)
+
+    monkeypatch.setattr(reader_module, "cached_base", cached_base)
+    reader = Reader(tmp_path / "log", cache=tmp_path / "cache")
+    assert opened == [f"base-{number:012d}" for number in (0, 2, 4, 6)]
+    equal(reader, user)
+    opened.clear()
+    more()
+    assert reader.follow() == [7, 8, 9, 10, 11, 12, 13] and len(opened) == 4
+    equal(reader, user)
 
 
 def test_an_operator_is_told_once_that_a_reader_is_stuck_and_that_it_goes_on(tmp_path, caplog):

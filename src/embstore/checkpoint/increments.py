@@ -47,6 +47,7 @@ from embstore.checkpoint.log_entries import (
     identity,
     ownership_in,
     place_of,
+    steady,
 )
 from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.publishing import Publisher
@@ -136,18 +137,7 @@ class IncrementLog:
         called while others append and compact.
         """
         self.refresh()
-        return self._steady(self._chain)
-
-    def _steady(self, read: Callable[[Entries], T]) -> T:
-        """What `read` makes of the entries. When it fails and the entries are others by now, that is why,
-        and it is tried again."""
-        while True:
-            entries = self.entries()
-            try:
-                return read(entries)
-            except (CheckpointError, FileNotFoundError):
-                if self.entries() == entries:
-                    raise
+        return steady(self.entries, self._chain)
 
     def _chain(self, entries: Entries) -> list[Dump]:
         first = self._newest_base(entries)
@@ -260,7 +250,7 @@ class IncrementLog:
 
     def place(self, ranks: Ranks) -> Place:
         """Of the next increment. Raises CheckpointError when the tables are not at the last entry."""
-        return ranks.lead(lambda: self._steady(self._successor))
+        return ranks.lead(lambda: steady(self.entries, self._successor))
 
     def publish(
         self,
@@ -393,7 +383,7 @@ class IncrementLog:
         ranks.agree(self.refresh)
 
         def build() -> tuple[Replacement, int, frozenset[str]]:
-            first, last = ranks.lead(lambda: self._steady(self._span))
+            first, last = ranks.lead(lambda: steady(self.entries, self._span))
             chain: list[Dump] = []
 
             def open_all() -> None:
@@ -405,7 +395,7 @@ class IncrementLog:
             ranks.agree(open_all)
             return Replacement(chain, tables, ranks, optim), last, identities(chain[-1], last)
 
-        replacement, number, state = self._while_changing(build, ranks)
+        replacement, number, state = steady(lambda: ranks.lead(self.entries), lambda _: build())
         ranks.together(replacement.publish)
         self._at(number, state)
         self._optim = optim
@@ -417,16 +407,6 @@ class IncrementLog:
     def _span(self, entries: Entries) -> tuple[int, int]:
         return self._newest_base(entries), _last(entries)
 
-    def _while_changing(self, work: Callable[[], T], ranks: Ranks) -> T:
-        """`_steady` for all ranks together."""
-        while True:
-            entries = ranks.lead(self.entries)
-            try:
-                return work()
-            except (CheckpointError, FileNotFoundError):
-                if ranks.lead(self.entries) == entries:
-                    raise
-
     def follow(self, tables: Tables, *, group: Any = None) -> list[int]:
         """Applies the increments that are new; returns their numbers.
 
@@ -437,7 +417,7 @@ class IncrementLog:
         ranks.agree(self.refresh)
 
         def plan() -> list[int] | None:
-            return self._steady(self._news)
+            return steady(self.entries, self._news)
 
         def apply() -> list[int] | None:
             numbers = ranks.lead(plan)
@@ -448,7 +428,7 @@ class IncrementLog:
             return numbers
 
         before = self.applied
-        if self._while_changing(apply, ranks) is None:
+        if steady(lambda: ranks.lead(self.entries), lambda _: apply()) is None:
             self.load(tables, group=ranks, optim=self._optim)
         return list(range(before + 1, self.applied + 1))
 
@@ -517,7 +497,7 @@ class IncrementLog:
     def verify(self) -> int:
         """Reads everything that counts; returns how many bytes were right."""
         self.refresh()
-        return self._steady(lambda entries: sum(dump.verify() for dump in self._chain(entries)))
+        return steady(self.entries, lambda entries: sum(dump.verify() for dump in self._chain(entries)))
 
 
 def _last(entries: Entries) -> int:

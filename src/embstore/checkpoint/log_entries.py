@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.reading import Dump
@@ -12,6 +13,8 @@ from embstore.ownership import AnyOwnership
 
 _ENTRY = re.compile(r"(base|increment)-(\d{12})")
 Entries = dict[str, dict[int, Path]]  # "base" or "increment" -> number -> folder
+RELISTINGS = 3
+T = TypeVar("T")
 
 
 def place_of(name: str) -> tuple[int, str] | None:
@@ -29,6 +32,25 @@ def entries_in(path: Path) -> Entries:
         if place := place_of(folder.name):
             found[place[1]][place[0]] = folder
     return found
+
+
+def steady(list_entries: Callable[[], Entries], work: Callable[[Entries], T]) -> T:
+    """What `work` makes of the entries of a log. Entries may come and go meanwhile.
+
+    When it fails and there is a newer base by now, that is why, and it is tried again. When only increments
+    have come, it is tried again a few times: a trainer may go on appending to a log that is damaged.
+    """
+    left = RELISTINGS
+    while True:
+        entries = list_entries()
+        try:
+            return work(entries)
+        except (CheckpointError, FileNotFoundError):
+            now = list_entries()
+            if now["base"].keys() == entries["base"].keys():
+                left -= 1
+                if now == entries or left == 0:
+                    raise
 
 
 def facts_of(dump: Dump, number: int | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from embstore.arrays import Array, address, as_floats, as_keys, empty_floats
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.host_cache import cache_folder
 from embstore.checkpoint.increments import IncrementLog
+from embstore.checkpoint.log_entries import steady
 from embstore.checkpoint.reading import Dump, open_dump
 from embstore.checkpoint.remote import Mirror, RemoteFolder, is_remote, key_of, local_copy
 from embstore.checkpoint.writing import removed_file
@@ -41,6 +42,8 @@ from embstore.serving.bases import (
     with_shared,
 )
 from embstore.serving.watching import Watch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -194,11 +197,9 @@ class Reader:
         if self._log is None:
             return []
         with self._following:
-            try:
-                return self._follow(self._log)
-            except FileNotFoundError as error:  # an entry went away while it was opened: look again
-                self._seen = None
-                raise CheckpointError(f"{self.path}: {error}") from error
+            log, before = self._log, self._state.number
+            self._steady(log, lambda: self._follow(log))
+            return list(range(before + 1, self._state.number + 1))
 
     def start(self, interval_seconds: float = 0.1, *, warn_age_seconds: float | None = None) -> None:
         """Follows the log in a background thread, looking for news this often.
@@ -268,27 +269,25 @@ class Reader:
         log = IncrementLog(self.path)
         if self.path.is_dir() and any(log.entries().values()):
             self._log = log
-            return self._retried(lambda: self._from_chain(log.chain()))
+            return self._steady(log, lambda: self._from_chain(log.chain()))
         dump = open_dump(self.path)
         base = cached_base(dump, self._dtype, self._missing, self._cache)
         return _state(0, 0, base.taken_ns, base.dump, base.tables)
 
-    def _retried(self, work: Callable[[], State]) -> State:
-        """Compaction may remove an old base while it is being opened; the next try meets the new one."""
-        for _ in range(3):
-            try:
-                return work()
-            except (FileNotFoundError, CheckpointError) as error:
-                failure = error
-        raise failure
+    def _steady(self, log: IncrementLog, work: Callable[[], T]) -> T:
+        """Compaction may remove entries while they are being opened."""
+        try:
+            return steady(log.entries, lambda _: work())
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
-    def _follow(self, log: IncrementLog) -> list[int]:
+    def _follow(self, log: IncrementLog) -> None:
         if self._mirror is not None:
             self._mirror.pull()
         entries = log.entries()
         seen = (max(entries["base"], default=-1), max(entries["increment"], default=-1))
         if seen == self._seen:
-            return []
+            return
         chain = log.chain()
         before = self._state
         numbers = [_number(dump) for dump in chain]
@@ -306,7 +305,6 @@ class Reader:
             self._state = self._from_chain(chain)
             drop_cached(before.dump, self._dtype, self._cache)
         self._seen = seen
-        return list(range(before.number + 1, self._state.number + 1))
 
     def _from_chain(self, chain: list[Dump]) -> State:
         base = cached_base(chain[0], self._dtype, self._missing, self._cache)
