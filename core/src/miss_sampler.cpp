@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <shared_mutex>
 
 #include "embstore/table.h"
@@ -58,6 +59,7 @@ void MissSampler::Age(double factor) {
   for (double& weight : distances_) weight *= factor;
   for (auto& [key, known] : known_) known.count *= factor;
   uses_ *= factor;
+  forgotten_ *= factor;
   all_uses_ *= factor;
   evicted_ *= factor;
   returned_ *= factor;
@@ -74,14 +76,20 @@ MissSampler::Sample MissSampler::sample() const {
   for (const auto& [key, known] : known_) sample.counts.push_back(known.count);
   std::sort(sample.counts.begin(), sample.counts.end(), std::greater<>());
   // A few keys make much of the stream, and whether they are in the sample is chance. They come
-  // back soon, so what the sample has too much or too little of belongs to the shortest distances.
-  double surplus = uses_ - all_uses_;
-  for (double& weight : sample.distances) {
-    const double taken = std::min(surplus, weight);
-    weight -= taken;
-    surplus -= taken;
-    if (surplus <= 0) break;
-  }
+  // back soon and often, so what the sample has too much or too little of belongs to the shortest
+  // distances and the largest counts.
+  const auto take = [](double surplus, std::vector<double>& weights) {
+    for (double& weight : weights) {
+      const double taken = std::min(surplus, weight);
+      weight -= taken;
+      surplus -= taken;
+      if (surplus <= 0) break;
+    }
+  };
+  take(uses_ - all_uses_, sample.distances);
+  const double counted = std::accumulate(sample.counts.begin(), sample.counts.end(), forgotten_);
+  take(counted - all_uses_, sample.counts);
+  std::sort(sample.counts.begin(), sample.counts.end(), std::greater<>());
   return sample;
 }
 
@@ -137,7 +145,11 @@ void MissSampler::MakeRoom() {
   for (const auto& [key, known] : known_) positions.push_back(known.position);
   std::nth_element(positions.begin(), positions.begin() + kForgotten, positions.end());
   const int64_t first_kept = positions[kForgotten];
-  std::erase_if(known_, [&](const auto& entry) { return entry.second.position < first_kept; });
+  std::erase_if(known_, [&](const auto& entry) {
+    if (entry.second.position >= first_kept) return false;
+    forgotten_ += entry.second.count;
+    return true;
+  });
   Renumber();
 }
 
@@ -145,6 +157,8 @@ void MissSampler::Halve() {
   highest_ /= 2;
   rate_ /= 2;
   std::erase_if(known_, [&](const auto& entry) { return SampleHash(entry.first) > highest_; });
+  for (auto& [key, known] : known_)
+    known.count *= 2;  // all its uses were seen: it stands for twice as many
   Renumber();
 }
 

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.readable import bytes_text, share_text
+
 BINS_PER_DOUBLING = 8  # of reuse distances, as the engine's MissSampler counts them
 _MULTIPLES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
@@ -63,34 +65,23 @@ class Advice:
         return asdict(self)
 
     def __str__(self) -> str:
-        rate = "" if self.hit_rate is None else f", hit rate so far {_percent(self.hit_rate)}"
+        rate = "" if self.hit_rate is None else f", hit rate so far {share_text(self.hit_rate)}"
         lines = [
             f"table {self.table!r}: {self.rows:,} rows, at most {self.capacity:,}{rate}",
             f"based on: {self.based_on}",
         ]
         if self.points:
-            lines += ["", f"   {'rows':>15} {'bytes':>9} {'by recency':>12} {'by frequency':>14}"]
+            lines += ["", f"   {'rows':>15} {'bytes':>10} {'by recency':>12} {'by frequency':>14}"]
         for point in self.points:
             mark = "->" if point.rows == self.capacity else ""
             lines.append(
-                f"{mark:2} {point.rows:>15,} {_size(point.bytes):>9} {_percent(point.by_recency):>12} "
-                f"{_percent(point.by_frequency):>14}"
+                f"{mark:2} {point.rows:>15,} {bytes_text(point.bytes):>10} {share_text(point.by_recency):>12} "
+                f"{share_text(point.by_frequency):>14}"
             )
         if self.evicted:
-            share = _percent(self.returned / self.evicted)
+            share = share_text(self.returned / self.evicted)
             lines += ["", f"evicted: about {self.evicted:,} rows; of these {share} were asked for again"]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def _percent(rate: float | None) -> str:
-    return "?" if rate is None else f"{100 * rate:.1f} %"
-
-
-def _size(n: float) -> str:
-    units = ["B", "KB", "MB", "GB", "TB"]
-    while n >= 1000 and len(units) > 1:
-        n, units = n / 1000, units[1:]
-    return f"{n:.0f} {units[0]}" if n >= 100 or units[0] == "B" else f"{n:.1f} {units[0]}"
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,21 @@ def test_it_tells_how_many_evicted_ids_came_back():
     assert any("come back" in note for note in advice.notes)
 
 
+def test_a_sample_that_misses_the_most_frequent_ids_is_near_the_truth_too():
+    rng = np.random.default_rng(0)
+    batches = [rng.zipf(1.1, 4096) % 200_000 for _ in range(200)]
+    observed = table_of(4096)
+    observed.sample_misses()
+    for keys in batches:
+        observed.find_or_insert(keys)
+    counts = np.sort(np.unique(np.concatenate(batches), return_counts=True)[1])[::-1] - 1
+    advice = observed.advise()
+    assert "1 in 64 ids" in advice.based_on or "1 in 128 ids" in advice.based_on
+    for point in advice.points:
+        truth = counts[: point.rows].sum() / (200 * 4096)
+        assert point.by_frequency == pytest.approx(truth, abs=0.03)
+
+
 def test_a_sample_of_many_ids_is_near_the_truth_and_changes_no_row():
     watched, plain = (table_of(65536, optimizer=embstore.Adagrad(lr=0.1)) for _ in range(2))
     watched.sample_misses()
@@ -137,6 +152,6 @@ def test_advice_prints_within_80_columns_and_as_json():
     advice = Advice("user", 10**12, 10**4, 0.713, "reuse distances", 5, 100, 38, points, ("a note",))
     lines = str(advice).splitlines()
     assert max(map(len, lines)) <= 80
-    assert "->          10,000    1.0 MB       40.0 %         50.0 %" in lines
+    assert "->          10,000  976.6 KiB       40.0 %         50.0 %" in lines
     assert "evicted: about 100 rows; of these 38.0 % were asked for again" in lines
     assert json.loads(json.dumps(advice.as_dict()))["points"][2]["by_frequency"] is None

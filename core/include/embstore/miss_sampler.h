@@ -32,7 +32,8 @@ class MissSampler {
   static constexpr int64_t kBinsPerDoubling = 8;
   static constexpr int64_t kBins = 40 * kBinsPerDoubling;
 
-  // Weights are those of the whole stream: each was divided by the rate at its time.
+  // Weights are those of the whole stream: each was divided by the rate at its time, and those of
+  // `counts` by the rate of now, as all uses of a key that is still in the sample were seen.
   struct Sample {
     double rate = 1.0;
     double uses = 0;        // occurrences of training batches
@@ -70,8 +71,8 @@ class MissSampler {
   static constexpr int64_t kMaxPositions = 4 * kMaxKeys;
   struct Known {
     int64_t position = -1;  // of the last use, ascending with time
-    double count = 0;
-    double new_uses = 0;  // in the running batch
+    double count = 0;       // uses, divided by the rate of now
+    double new_uses = 0;    // in the running batch
     bool evicted = false;
   };
 
@@ -95,6 +96,7 @@ class MissSampler {
   std::vector<double> distances_ = std::vector<double>(kBins + 1);
   double all_uses_ = 0;  // of sampled keys or not
   double uses_ = 0, evicted_ = 0, returned_ = 0;
+  double forgotten_ = 0;  // uses of keys that are not known any more
 };
 
 }  // namespace embstore
