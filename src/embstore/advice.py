@@ -74,10 +74,8 @@ class Advice:
             lines += ["", f"   {'rows':>15} {'bytes':>10} {'by recency':>12} {'by frequency':>14}"]
         for point in self.points:
             mark = "->" if point.rows == self.capacity else ""
-            lines.append(
-                f"{mark:2} {point.rows:>15,} {bytes_text(point.bytes):>10} {share_text(point.by_recency):>12} "
-                f"{share_text(point.by_frequency):>14}"
-            )
+            rates = f"{share_text(point.by_recency):>12} {share_text(point.by_frequency):>14}"
+            lines.append(f"{mark:2} {point.rows:>15,} {bytes_text(point.bytes):>10} {rates}")
         if self.evicted:
             share = share_text(self.returned / self.evicted)
             lines += ["", f"evicted: about {self.evicted:,} rows; of these {share} were asked for again"]
