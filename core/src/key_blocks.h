@@ -22,7 +22,8 @@ void ForKeyBlocks(const IndexView& index, std::span<const int64_t> keys, const V
     const int64_t first = task * kKeysPerTask, count = std::min(kKeysPerTask, n - first);
     Slot slots[kKeysPerTask];
     Row rows[kKeysPerTask];
-    ActiveKernels().find(index, keys.data() + first, count, slots, rows, ScoreUpdate::kKeep, 0);
+    ActiveKernels().find(index, keys.data() + first, count, slots, rows, ScoreUpdate::kKeep, 0,
+                         true);
     visit(first, slots, rows, count);
   });
 }

@@ -75,9 +75,10 @@ struct Work {
       end = request->offsets[static_cast<size_t>(end)];
     }
     const auto n = static_cast<size_t>(end - begin);
-    request->table->FindHere(request->keys.subspan(static_cast<size_t>(begin), n), numbers + begin,
-                             score);
-    for (int64_t i = begin; i < end; ++i) {
+    const int64_t missing_here = request->table->FindHere(
+        request->keys.subspan(static_cast<size_t>(begin), n), numbers + begin, score);
+    share.missing.reserve(static_cast<size_t>(missing_here));
+    for (int64_t i = begin; std::ssize(share.missing) < missing_here; ++i) {
       if (numbers[i] == kMissingRow) share.missing.push_back(static_cast<uint32_t>(i));
     }
     if (const MissSampler* sampler = miss_sampler()) {

@@ -188,6 +188,8 @@ void SetNumThreads(int threads) {
   ThreadCount().store(threads, std::memory_order_relaxed);
 }
 
+bool RunsAlone() { return !t_in_task; }
+
 int NumThreads() { return ThreadCount().load(std::memory_order_relaxed); }
 
 void internal::RunTasks(int64_t tasks, TaskFunction function, void* context) {

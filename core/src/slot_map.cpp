@@ -95,7 +95,7 @@ int64_t SlotMap::Find(std::span<const int64_t> keys, int64_t time, int64_t* out)
   const auto n = static_cast<int64_t>(keys.size());
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t count = std::min(kBlock, n - begin);
-    kernels.find(view, keys.data() + begin, count, found, rows, ScoreUpdate::kKeep, 0);
+    kernels.find(view, keys.data() + begin, count, found, rows, ScoreUpdate::kKeep, 0, true);
     for (int64_t i = 0; i < count; ++i) {
       if (found[i] == kNoSlot) [[unlikely]] {
         out[begin + i] = -1;

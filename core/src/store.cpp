@@ -218,7 +218,7 @@ class MemoryStore final : public Store {
     keys_.resize(static_cast<size_t>(rows_.used() + n));
     places_.resize(keys.size());
     ActiveKernels().find(index_.view(), keys.data(), n, places_.data(), numbers_.data(),
-                         ScoreUpdate::kKeep, 0);
+                         ScoreUpdate::kKeep, 0, true);
     bool moved = false;  // growing moves slots
     for (size_t i = 0; i < keys.size(); ++i) {
       // 0 means free in the index. No table gives it, but a user may.

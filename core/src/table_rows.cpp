@@ -118,19 +118,21 @@ void Table::CountUses(const Row* rows, int64_t n) {
   }
 }
 
-void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score) {
+int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto find = ActiveKernels().find;
   const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
-    find(view, keys.data(), n, nullptr, rows, score.update, score.score);
+    const int64_t missing =
+        find(view, keys.data(), n, nullptr, rows, score.update, score.score, RunsAlone());
     AfterUse(rows, n, score);
-    return;
+    return missing;
   }
   // A hit changes the score too, so its row is announced first.
   const RecycledBuffer buffer(keys.size() * sizeof(Slot));
   const Slot* const slots = buffer.as<Slot>();
-  find(view, keys.data(), n, buffer.as<Slot>(), rows, ScoreUpdate::kKeep, 0);
+  const int64_t missing =
+      find(view, keys.data(), n, buffer.as<Slot>(), rows, ScoreUpdate::kKeep, 0, true);
   constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < n; ++i) {
     if (snapshot_ && i + kAhead < n) snapshot_->Prefetch(rows[i + kAhead]);
@@ -139,6 +141,7 @@ void Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score)
     RenewScore(view.score(slots[i]), score.update, score.score);
   }
   AfterUse(rows, n, score);
+  return missing;
 }
 
 void Table::AfterUse(const Row* rows, int64_t n, BatchScore score) {

@@ -117,7 +117,9 @@ void CheckHolds(const KeyIndex& index, const Model& model) {
   std::vector<Row> rows(keys.size());
   for (const Kernels* kernels : AvailableKernels()) {
     const auto n = static_cast<int64_t>(keys.size());
-    kernels->find(index.view(), keys.data(), n, slots.data(), rows.data(), ScoreUpdate::kKeep, 0);
+    const int64_t missing = kernels->find(index.view(), keys.data(), n, slots.data(), rows.data(),
+                                          ScoreUpdate::kKeep, 0, true);
+    CHECK_EQ(missing, std::count(rows.begin(), rows.end(), kMissingRow));
     for (size_t i = 0; i < keys.size(); ++i) {
       CHECK_EQ(slots[i] == kNoSlot, !model.count(keys[i]));
       CHECK_EQ(slots[i], index.Find(keys[i]));
@@ -389,15 +391,25 @@ TEST(A probe renews scores as it is told, and a full count stays) {
   std::vector<Slot> slots(keys.size());
   std::vector<Row> rows(keys.size());
   for (const Kernels* kernels : AvailableKernels()) {
-    index.set_score(index.Find(5), 10);
-    kernels->find(index.view(), keys.data(), 4, slots.data(), rows.data(), ScoreUpdate::kCount, 1);
-    CHECK_EQ(index.entry(index.Find(5)).score, 13u);
-    kernels->find(index.view(), keys.data(), 4, slots.data(), rows.data(), ScoreUpdate::kSet, 3);
-    CHECK_EQ(index.entry(index.Find(5)).score, 3u);
-    CHECK_EQ(slots[1], kNoSlot);
-    index.set_score(index.Find(5), UINT64_MAX - 1);
-    kernels->find(index.view(), keys.data(), 4, nullptr, rows.data(), ScoreUpdate::kCount, 1);
-    CHECK_EQ(index.entry(index.Find(5)).score, UINT64_MAX);  // 0 would say that the slot is free
+    for (const bool alone : {false, true}) {
+      const auto probe = [&](Slot* to, ScoreUpdate update, uint64_t score) {
+        CHECK_EQ(kernels->find(index.view(), keys.data(), 4, to, rows.data(), update, score, alone),
+                 1);
+      };
+      index.set_score(index.Find(5), 10);
+      probe(slots.data(), ScoreUpdate::kCount, 1);
+      CHECK_EQ(index.entry(index.Find(5)).score, 13u);
+      probe(slots.data(), ScoreUpdate::kSet, 3);
+      CHECK_EQ(index.entry(index.Find(5)).score, 3u);
+      CHECK_EQ(slots[1], kNoSlot);
+      index.set_score(index.Find(5), UINT64_MAX - 1);
+      probe(nullptr, ScoreUpdate::kCount, 1);
+      CHECK_EQ(index.entry(index.Find(5)).score, UINT64_MAX);  // 0 would say that the slot is free
+      const uint64_t old = AgedScore(1.7, 3), now = AgedScore(1.1, 9);
+      index.set_score(index.Find(5), old);
+      probe(nullptr, ScoreUpdate::kAge, now);
+      CHECK_EQ(index.entry(index.Find(5)).score, AddAged(AddAged(AddAged(old, now), now), now));
+    }
   }
 }
 

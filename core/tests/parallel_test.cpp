@@ -221,6 +221,17 @@ TEST(An illegal number of threads is named) {
   CHECK_EQ(NumThreads(), 2);
 }
 
+TEST(A thread runs alone unless others take part in its call) {
+  for (const int threads : {1, 2}) {
+    SetNumThreads(threads);
+    CHECK(RunsAlone());
+    std::atomic<int> alone{0};
+    ParallelFor(7, [&](int64_t) { alone += RunsAlone(); });
+    CHECK_EQ(alone.load(), threads == 1 ? 7 : 0);
+    CHECK(RunsAlone());
+  }
+}
+
 }  // namespace
 }  // namespace embstore
 

@@ -17,7 +17,13 @@ from dynamicemb.enumerations import DynamicEmbEvictStrategy
 
 
 class DynamicEmbDataType(enum.Enum):
-    """Element types by the names of the original package."""
+    """Element types by the names of the original package.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbDataType, dyn_emb_to_torch
+        >>> dyn_emb_to_torch(DynamicEmbDataType.BFloat16)
+        torch.bfloat16
+    """
 
     Float32 = "float32"
     BFloat16 = "bfloat16"
@@ -69,26 +75,89 @@ def _find(names: dict[Any, Any], value: object, argument: str) -> Any:
 
 
 def data_type_to_dyn_emb(data_type: DataType) -> DynamicEmbDataType:
-    """The original package's name of a TorchRec type."""
+    """The original package's name of a TorchRec type.
+
+    Args:
+        data_type: a DataType of TorchRec.
+
+    Raises:
+        ValueError: it has no such name; the message lists those that have one.
+
+    Examples:
+        >>> from dynamicemb import data_type_to_dyn_emb
+        >>> from torchrec.modules.embedding_configs import DataType
+        >>> data_type_to_dyn_emb(DataType.FP16).name
+        'Float16'
+    """
     return _find(_OF_TORCHREC, data_type, "data_type")
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """torch's name of a TorchRec type."""
+    """torch's name of a TorchRec type.
+
+    Args:
+        data_type: a DataType of TorchRec.
+
+    Raises:
+        ValueError: torch has none for it.
+
+    Examples:
+        >>> from dynamicemb import data_type_to_dtype
+        >>> from torchrec.modules.embedding_configs import DataType
+        >>> data_type_to_dtype(DataType.FP16)
+        torch.float16
+    """
     return _DTYPES[data_type_to_dyn_emb(data_type)]
 
 
 def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
-    """torch's name of a type of the original package."""
+    """torch's name of a type of the original package.
+
+    Args:
+        data_type: a `DynamicEmbDataType`.
+
+    Raises:
+        ValueError: it is none.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbDataType, dyn_emb_to_torch
+        >>> dyn_emb_to_torch(DynamicEmbDataType.Float32)
+        torch.float32
+    """
     return _find(_DTYPES, data_type, "data_type")
 
 
 def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
-    """The original package's name of a torch type."""
+    """The original package's name of a torch type.
+
+    Args:
+        torch_dtype: a dtype of torch.
+
+    Raises:
+        ValueError: it has no such name.
+
+    Examples:
+        >>> import torch
+        >>> from dynamicemb import torch_to_dyn_emb
+        >>> torch_to_dyn_emb(torch.float32).name
+        'Float32'
+    """
     return _find(_OF_DTYPES, torch_dtype, "torch_dtype")
 
 
 def string_to_evict_strategy(strategy_str: str) -> DynamicEmbEvictStrategy:
-    """A strategy by the name that it has in `{table}_opt_args.json`, with or without "EvictStrategy."."""
+    """A strategy by the name that it has in `{table}_opt_args.json`.
+
+    Args:
+        strategy_str: such as "KLru", with or without "EvictStrategy." before it.
+
+    Raises:
+        ValueError: there is none of that name.
+
+    Examples:
+        >>> from dynamicemb import string_to_evict_strategy
+        >>> string_to_evict_strategy("EvictStrategy.KLfu").name
+        'LFU'
+    """
     name = strategy_str.removeprefix("EvictStrategy.") if isinstance(strategy_str, str) else strategy_str
     return _find(_EVICT_STRATEGIES, name, "strategy_str")

@@ -52,22 +52,37 @@ def DynamicEmbDump(
 ) -> DumpHandle | None:
     """Writes the dynamic tables of a model to a folder, by all ranks together.
 
-    path             the folder; it appears when the dump is complete. One that has files is refused
-    table_names      {collection: [tables]}, by the collection's path or its last component; None: all
-    optim            optimizer states too
-    counter          True or False: the dump is for current readers, in layout v2. Counts of keys without a
-                     row are kept in any case. A process group in this place is taken as `pg`
-    pg               the ranks that take part; None: those that share the tables
-    allow_overwrite  replaces a folder that has files, in one step
-    async_           returns a handle at once; training may go on while the state of now is written, and
-                     handle.wait() returns when it is
-    layout           "v1a" (the documented one) or "v2" (that of newer versions of the original package).
-                     None: what the environment variable DYNAMICEMB_LAYOUT says, else v2 if `counter` is given
-
     Each collection has its folder, named after its path with "model" as the root; a table is a file of
     int64 keys and a file of float32 vectors, and so is each optimizer state. See docs/formats.md.
 
-        DynamicEmbDump("/data/monday", model, optim=True)
+    Args:
+        path: the folder; it appears when the dump is complete.
+        model: a module with sharded collections, usually a DistributedModelParallel. One without dynamic
+            tables warns, and nothing is written.
+        table_names: {collection: [tables]}, by the collection's path or its last component. None: all.
+        optim: optimizer states too.
+        counter: True or False: the dump is for current readers, in layout v2. Counts of keys without a row
+            are kept in any case. A process group in this place is taken as `pg`.
+        pg: the ranks that take part. None: those that share the tables.
+        allow_overwrite: replaces a folder that has files, in one step.
+        async_: returns a handle at once; training may go on while the state of now is written.
+        layout: "v1a" (the documented one) or "v2" (that of newer versions of the original package). None:
+            what the environment variable DYNAMICEMB_LAYOUT says, else v2 if `counter` is given.
+
+    Returns:
+        A handle with `async_`, whose `wait` returns when the dump is complete; else None.
+
+    Raises:
+        FileExistsError: path has files and allow_overwrite is False.
+        OSError: the files cannot be written; on every rank, and path stays what it was.
+        ValueError: table_names or layout is not allowed.
+
+    Examples:
+        >>> import tempfile
+        >>> from dynamicemb import DynamicEmbDump, DynamicEmbLoad
+        >>> folder = tempfile.mkdtemp()
+        >>> DynamicEmbDump(f"{folder}/monday", model, optim=True)
+        >>> DynamicEmbLoad(f"{folder}/monday", model, optim=True)
     """
     counter, pg = _counter_or_group(counter, pg)
     layout = _layout(layout, counter)
@@ -103,11 +118,28 @@ def DynamicEmbLoad(
 ) -> None:
     """Reads the dynamic tables of a model from a dump of any layout and world size.
 
-    Rows of keys that are there are replaced, others are added. With optim, training continues as if it
-    had not stopped; without, optimizer states start fresh. A dump that is damaged, or that does not fit
-    the tables, raises on all ranks before any row changes. Arguments as in `DynamicEmbDump`.
+    Rows of keys that are there are replaced, others are added. A dump that is damaged, or that does not fit
+    the tables, raises on all ranks before any row changes.
 
-        DynamicEmbLoad("/data/monday", model, optim=True)
+    Args:
+        path: the folder of a dump.
+        model: a module with sharded collections. One without dynamic tables warns, and nothing is read.
+        table_names: {collection: [tables]}, by the collection's path or its last component. None: all that
+            the dump has.
+        optim: with optimizer states: training continues as if it had not stopped. Without, they start fresh.
+        counter: False leaves the counts of keys without a row alone. A process group is taken as `pg`.
+        pg: the ranks that take part. None: those that share the tables.
+
+    Raises:
+        embstore.CheckpointError: the dump is damaged, or lacks a table that was asked for by name.
+        ValueError: it does not fit the tables, or table_names is not allowed.
+
+    Examples:
+        >>> import tempfile
+        >>> from dynamicemb import DynamicEmbDump, DynamicEmbLoad
+        >>> folder = tempfile.mkdtemp()
+        >>> DynamicEmbDump(f"{folder}/monday", model)
+        >>> DynamicEmbLoad(f"{folder}/monday", model, {"ebc": ["user"]})
     """
     counter, pg = _counter_or_group(counter, pg)
     selected = _select(model, table_names, "DynamicEmbLoad")

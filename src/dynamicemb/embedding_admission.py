@@ -23,9 +23,19 @@ from embstore.key_counts import KeyCounts
 class KVCounter:
     """The size of the counter of a table: how many keys without a row a rank counts at once.
 
-    capacity         keys at most; the smallest counts give way
-    bucket_capacity  no effect: the smallest are looked for among all
-    key_type         torch.int64
+    Args:
+        capacity: keys at most; the smallest counts give way.
+        bucket_capacity: no effect: the smallest are looked for among all.
+        key_type: torch.int64.
+
+    Raises:
+        ValueError: capacity is not positive; when a table's options are made.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbTableOptions, FrequencyAdmissionStrategy, KVCounter
+        >>> options = DynamicEmbTableOptions(
+        ...     admit_strategy=FrequencyAdmissionStrategy(3), admission_counter=KVCounter(1 << 20)
+        ... )
     """
 
     capacity: int
@@ -92,13 +102,22 @@ def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class FrequencyAdmissionStrategy(AdmissionStrategy):
-    """A key gets a row once it was seen `threshold` times in training; 0 and 1: at once.
+    """A key gets a row once it was seen often enough in training.
 
     Until then its vector is that of `initializer_args` and its gradient is dropped. A table with an
     `admission_counter`, a threshold above 255 or `initializer_args` counts exactly, at about 40 bytes a key;
     any other in a filter of two bytes a key, which admits a few keys early.
 
-    initializer_args  the vector of keys without a row; None: the table's initializer
+    Args:
+        threshold: how often; 0 and 1 admit every key at once.
+        initializer_args: the vector of keys without a row. None: the table's initializer.
+
+    Raises:
+        ValueError: threshold is no integer of at least 0, or initializer_args is of another class.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbTableOptions, FrequencyAdmissionStrategy
+        >>> options = DynamicEmbTableOptions(admit_strategy=FrequencyAdmissionStrategy(3))
     """
 
     threshold: int

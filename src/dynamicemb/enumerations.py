@@ -29,9 +29,13 @@ class DynamicEmbCheckMode(enum.IntEnum):
     A key is refused only when its bucket is full of keys of the same batch. Its vector is 0.0 in every
     mode and its gradient is dropped; `table.stats().refusals` counts it.
 
-    ERROR    raises RuntimeError, on every rank, with the number of refused keys
-    WARNING  warns with that number and goes on
-    IGNORE   goes on
+        ERROR    raises RuntimeError, on every rank, with the number of refused keys
+        WARNING  warns with that number and goes on
+        IGNORE   goes on
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbCheckMode, DynamicEmbTableOptions
+        >>> options = DynamicEmbTableOptions(safe_check_mode=DynamicEmbCheckMode.ERROR)
     """
 
     ERROR = 0
@@ -40,7 +44,12 @@ class DynamicEmbCheckMode(enum.IntEnum):
 
 
 class DynamicEmbInitializerMode(enum.Enum):
-    """How the vector of a new key begins. DEBUG: every component is uint64(key) % 100000."""
+    """How the vector of a new key begins. DEBUG: every component is uint64(key) % 100000.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
+        >>> start = DynamicEmbInitializerArgs(DynamicEmbInitializerMode.NORMAL, std_dev=0.01)
+    """
 
     NORMAL = "normal"
     TRUNCATED_NORMAL = "truncated_normal"
@@ -52,11 +61,15 @@ class DynamicEmbInitializerMode(enum.Enum):
 class DynamicEmbScoreStrategy(enum.IntEnum):
     """What the score of a key is; in a full bucket the smallest scores are evicted.
 
-    TIMESTAMP    nanoseconds of the last training forward that used the key
-    STEP         the number of that forward, from 1
-    CUSTOMIZED   what `set_score` said last
-    LFU          how often the key was used, duplicates included
-    NO_EVICTION  timestamps; the table grows beyond its planned rows until memory ends, then MemoryError
+        TIMESTAMP    nanoseconds of the last training forward that used the key
+        STEP         the number of that forward, from 1
+        CUSTOMIZED   what `set_score` said last
+        LFU          how often the key was used, duplicates included
+        NO_EVICTION  timestamps; the table grows beyond its planned rows until memory ends, then MemoryError
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+        >>> options = DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy.LFU)
     """
 
     TIMESTAMP = 0
@@ -67,8 +80,14 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
 
 
 class DynamicEmbEvictStrategy(enum.Enum):
-    """Which rows give way. It follows the score strategy; LFU may also be asked for here. A table has no
-    epochs, so EPOCH_LRU and EPOCH_LFU are names only."""
+    """Which rows give way. It follows the score strategy; LFU may also be asked for here.
+
+    A table has no epochs, so EPOCH_LRU and EPOCH_LFU are names only.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbEvictStrategy, DynamicEmbTableOptions
+        >>> options = DynamicEmbTableOptions(evict_strategy=DynamicEmbEvictStrategy.LFU)
+    """
 
     LRU = "lru"
     LFU = "lfu"
@@ -78,7 +97,13 @@ class DynamicEmbEvictStrategy(enum.Enum):
 
 
 class DynamicEmbPoolingMode(enum.IntEnum):
-    """How the vectors of a bag become one."""
+    """How the vectors of a bag become one: their sum, their mean, or not at all.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbPoolingMode
+        >>> DynamicEmbPoolingMode.SUM.value
+        0
+    """
 
     SUM = 0
     MEAN = 1
@@ -89,11 +114,22 @@ class DynamicEmbPoolingMode(enum.IntEnum):
 class DynamicEmbInitializerArgs:
     """Numbers of an initializer; those that its mode has no use for are ignored.
 
-    mode          one of DynamicEmbInitializerMode
-    mean, std_dev of NORMAL and TRUNCATED_NORMAL
-    lower, upper  bounds of UNIFORM, absolute bounds of TRUNCATED_NORMAL. None: 0.0 and 1.0, but the
-                  planner gives UNIFORM -+sqrt(1 / num_embeddings)
-    value         of CONSTANT
+    Args:
+        mode: one of `DynamicEmbInitializerMode`.
+        mean: of NORMAL and TRUNCATED_NORMAL.
+        std_dev: of NORMAL and TRUNCATED_NORMAL.
+        lower: bound of UNIFORM, absolute bound of TRUNCATED_NORMAL. None: 0.0, but the planner gives UNIFORM
+            -sqrt(1 / num_embeddings).
+        upper: the same. None: 1.0, but the planner gives UNIFORM sqrt(1 / num_embeddings).
+        value: of CONSTANT.
+
+    Raises:
+        ValueError: a number does not fit the mode; when a table's options are made.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
+        >>> DynamicEmbInitializerArgs(DynamicEmbInitializerMode.CONSTANT, value=0.5).value
+        0.5
     """
 
     mode: DynamicEmbInitializerMode = DynamicEmbInitializerMode.UNIFORM

@@ -27,17 +27,27 @@ Threshold = int | Mapping[str, Mapping[str, int]]
 def incremental_dump(
     model: nn.Module, score_threshold: Threshold, pg: dist.ProcessGroup | None = None
 ) -> tuple[Tensors, Scores] | None:
-    """Keys and vectors of all ranks whose score is not less than the threshold.
+    """Keys and vectors of all ranks whose score is not less than a threshold. All ranks call it.
 
-    score_threshold  an int for all tables, or {collection: {table: threshold}} for those it names
-    pg               the ranks that take part; None: those that share the tables
+    Args:
+        model: a module with sharded collections.
+        score_threshold: an int for all tables, or {collection: {table: threshold}} for those it names.
+        pg: the ranks that take part. None: those that share the tables.
 
-    Returns ({collection: {table: (keys, values)}}, {collection: {table: score}}) on the host, sorted by
-    key, the values (n, dim) in the dtype of the table. The score is that of the next forward and thus the
-    threshold of the next call. None when the model has no dynamic table. Called on all ranks.
+    Returns:
+        ({collection: {table: (keys, values)}}, {collection: {table: score}}) on the host, sorted by key, the
+        values (n, dim) in the dtype of the table. The score is that of the next forward and thus the
+        threshold of the next call. None when the model has no dynamic table.
 
-        tensors, scores = incremental_dump(model, 0)
-        keys, values = tensors["model.ebc"]["user"]
+    Raises:
+        ValueError: score_threshold is something else. A name that is not in the model warns.
+
+    Examples:
+        >>> from dynamicemb.incremental_dump import incremental_dump
+        >>> tensors, scores = incremental_dump(model, 0)
+        >>> keys, values = tensors["model.ebc"]["user"]
+        >>> keys.tolist(), tuple(values.shape)
+        ([5, 7], (2, 4))
     """
     _check(score_threshold)
     collections = find_collections(model)

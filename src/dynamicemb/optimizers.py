@@ -59,10 +59,44 @@ UNUSED_MATHEMATICS: dict[str, Any] = {
 
 @dataclass
 class OptimizerArgs:
-    """Numbers of an optimizer, in the words of FBGEMM. An optimizer takes those that it has a use for; any
-    other that differs from its default warns when a table is made.
+    """Numbers of an optimizer, in the words of FBGEMM.
 
-        OptimizerArgs(learning_rate=0.1, eps=1e-10).fused_params(EmbOptimType.EXACT_ADAGRAD)
+    An optimizer takes those that it has a use for; any other that differs from its default warns when a table
+    is made, and one that would change the mathematics raises.
+
+    Args:
+        stochastic_rounding: no effect.
+        gradient_clipping: clip every component of a gradient to max_gradient.
+        max_gradient: the bound.
+        max_norm: 0.0.
+        learning_rate: of the next training batch.
+        eps: of Adam and Adagrad.
+        initial_accumulator_value: of Adagrad.
+        beta1: of Adam.
+        beta2: of Adam.
+        weight_decay: of Adam, decoupled.
+        weight_decay_mode: 0.
+        eta: of LARS, which is not supported.
+        momentum: of LARS, which is not supported.
+        counter_halflife: of counters of FBGEMM, which are not supported; so are all that follow.
+        adjustment_iter: not supported.
+        adjustment_ub: not supported.
+        learning_rate_mode: not supported.
+        grad_sum_decay: not supported.
+        tail_id_threshold: not supported.
+        is_tail_id_thresh_ratio: not supported.
+        total_hash_size: not supported.
+        weight_norm_coefficient: not supported.
+        lower_bound: not supported.
+        regularization_mode: not supported.
+
+    Raises:
+        ValueError: a number is out of range; when a table is made.
+
+    Examples:
+        >>> from dynamicemb import EmbOptimType, OptimizerArgs
+        >>> OptimizerArgs(learning_rate=0.1).fused_params(EmbOptimType.EXACT_ADAGRAD)["learning_rate"]
+        0.1
     """
 
     stochastic_rounding: bool = True
@@ -91,7 +125,11 @@ class OptimizerArgs:
     regularization_mode: int = 0
 
     def fused_params(self, optimizer: EmbOptimType) -> dict[str, Any]:
-        """What a sharder takes: the optimizer, and the numbers that differ from the defaults."""
+        """What a sharder takes: the optimizer, and the numbers that differ from the defaults.
+
+        Args:
+            optimizer: an EmbOptimType of FBGEMM.
+        """
         usual = asdict(OptimizerArgs())
         return {
             "optimizer": optimizer,

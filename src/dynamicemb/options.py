@@ -58,21 +58,39 @@ def _is_bytes(value: object) -> bool:
 
 @dataclass(eq=False)
 class HKVConfig:
-    """Where the rows of a table live. Rows are in host memory here, so what concerns a GPU
-    (device_id, the *_hbm_for_values, block_size, io_block_size, io_by_cpu, use_constant_memory,
-    num_of_buckets_per_alloc) is checked and has no effect; neither has reserved_key_start_bit, because
-    every 64-bit key is legal.
+    """Where the rows of a table live.
 
-    index_type       torch.int64 (also None) or torch.uint64
-    embedding_dtype  torch.float32, float16 or bfloat16; None: as the table's config says
-    score_type       torch.uint64
-    dim              None: as the table's config says
-    max_capacity     rows a rank holds at most; the planner sets it
-    init_capacity    rows to begin with, doubled as need be; None: max_capacity
-    max_load_factor  the index grows beyond this fraction of its capacity
-    evict_strategy   follows score_strategy; LFU evicts the least used keys, whatever their scores are
-    bucket_capacity  rows of a bucket, a multiple of 16; MAX_BUCKET_CAPACITY makes the part of a rank one
-                     bucket, so that eviction takes the smallest score (up to 16384 rows a rank)
+    Rows are in host memory here, so what concerns a GPU is checked and has no effect; neither has
+    reserved_key_start_bit, because every 64-bit key is legal.
+
+    Args:
+        index_type: torch.int64 (also None) or torch.uint64.
+        embedding_dtype: torch.float32, float16 or bfloat16. None: as the table's config says.
+        score_type: torch.uint64.
+        device_id: no effect.
+        dim: components of a vector. None: as the table's config says.
+        max_capacity: rows a rank holds at most; the planner sets it.
+        init_capacity: rows to begin with, doubled as need be. None: max_capacity.
+        max_load_factor: the index grows beyond this fraction of its capacity.
+        global_hbm_for_values: bytes of rows in memory over all ranks, for a table with `caching`.
+        local_hbm_for_values: the part of a rank; the planner sets it.
+        evict_strategy: follows score_strategy; LFU evicts the least used keys, whatever their scores are.
+        bucket_capacity: rows of a bucket, a multiple of 16; MAX_BUCKET_CAPACITY makes the part of a rank one
+            bucket, so that eviction takes the smallest score (up to 16384 rows a rank).
+        block_size: no effect.
+        io_block_size: no effect.
+        io_by_cpu: no effect.
+        use_constant_memory: no effect.
+        reserved_key_start_bit: no effect.
+        num_of_buckets_per_alloc: no effect.
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+
+    Examples:
+        >>> from dynamicemb import HKVConfig
+        >>> HKVConfig(init_capacity=1 << 16, bucket_capacity=256).max_load_factor
+        0.5
     """
 
     index_type: torch.dtype | None = None
@@ -163,33 +181,44 @@ OWNERSHIPS = {
 
 @dataclass(eq=False)
 class DynamicEmbTableOptions(HKVConfig):
-    """Options of one dynamic table: where its rows live (see HKVConfig) and how they behave.
-
-    initializer_args  the vector of a new key
-    score_strategy    which keys give way when the table is full; the same on every rank. (X,) is X, None is
-                      TIMESTAMP, and (TIMESTAMP, LFU) in either order evicts by count and dumps by time
-    safe_check_mode   what happens when keys are refused
-    dist_type         which rank owns a key: "roundrobin" is uint64(key) % world, "hash_roundrobin" mixes
-                      the key first, which spreads patterned ids evenly, and "continuous" gives each rank a
-                      block of the keys below num_embeddings; others go round robin. Keys stay as they are
-    admit_strategy    which keys get a row: None, FrequencyAdmissionStrategy or another AdmissionStrategy
-    external_storage  None; a Storage class, made as (options of the tables, optimizer) for a module; or a
-                      function of (embstore.TableOptions, rank) that makes the store below the part of this
-                      rank (see embstore.stores): evicted rows go there, and come back when asked for
-    caching           with external_storage: memory holds as many rows (vector and optimizer state) as fit
-                      global_hbm_for_values, at least a bucket a rank; the rest is in the store. Without a
-                      store there is nothing below to cache, and all rows are in memory
-    training          False: rows have no optimizer state and are only read; a forward in train mode raises
-    eval_initializer_args  the vector of a missing key in eval: CONSTANT
-    admission_counter None, a KVCounter, or a Counter of your own: how often keys without a row were seen
-    shared_rows       not in the original package: rows that all keys without a row of their own read and
-                      train, in training and in eval, chosen as owners are. 0: none
-    admission         not in the original package: "all", or with score_strategy LFU "frequency": in a full
-                      table a key gets a row only if it was more frequent lately than the key that goes
-    half_life         not in the original package: with score_strategy LFU, training batches after which an
-                      occurrence counts half. 0: never, or the engine's default for admission="frequency"
+    """Options of one dynamic table: where its rows live (the fields of `HKVConfig`) and how they behave.
 
     Two options are equal when tables that have them may share a group, whatever else differs.
+
+    Args:
+        initializer_args: the vector of a new key.
+        score_strategy: which keys give way when the table is full; the same on every rank. (X,) is X, None is
+            TIMESTAMP, and (TIMESTAMP, LFU) in either order evicts by count and dumps by time.
+        safe_check_mode: what happens when keys are refused.
+        dist_type: which rank owns a key: "roundrobin" is uint64(key) % world, "hash_roundrobin" mixes the key
+            first, which spreads patterned ids evenly, and "continuous" gives each rank a block of the keys
+            below num_embeddings; others go round robin. Keys stay as they are.
+        admit_strategy: which keys get a row: None, FrequencyAdmissionStrategy or another AdmissionStrategy.
+        external_storage: None; a Storage class, made as (options of the tables, optimizer) for a module; or a
+            function of (embstore.TableOptions, rank) that makes the store below the part of this rank (see
+            embstore.stores): evicted rows go there, and come back when asked for.
+        caching: with external_storage, memory holds as many rows (vector and optimizer state) as fit
+            global_hbm_for_values, at least a bucket a rank; the rest is in the store. Without a store there
+            is nothing below to cache, and all rows are in memory.
+        training: False: rows have no optimizer state and are only read; a forward in train mode raises.
+        eval_initializer_args: the vector of a missing key in eval: CONSTANT.
+        admission_counter: None, a KVCounter, or a Counter of your own: how often keys without a row were
+            seen.
+        shared_rows: not in the original package: rows that all keys without a row of their own read and
+            train, in training and in eval, chosen as owners are. 0: none.
+        admission: not in the original package: "all", or with score_strategy LFU "frequency": in a full table
+            a key gets a row only if it was more frequent lately than the key that goes.
+        half_life: not in the original package: with score_strategy LFU, training batches after which an
+            occurrence counts half. 0: never, or the engine's default for admission="frequency".
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+        >>> options = DynamicEmbTableOptions(
+        ...     init_capacity=1 << 16, score_strategy=DynamicEmbScoreStrategy.STEP
+        ... )
     """
 
     initializer_args: DynamicEmbInitializerArgs = field(default_factory=DynamicEmbInitializerArgs)

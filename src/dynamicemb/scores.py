@@ -19,9 +19,21 @@ def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
     """The score that the next training forward will give its keys, by collection path and table.
 
     Every dynamic table has one: TIMESTAMP and NO_EVICTION the time, STEP the next step, CUSTOMIZED what
-    `set_score` said last (0 before), LFU 1. None when the model has no dynamic table.
+    `set_score` said last (0 before), LFU 1.
 
-        scores = get_score(model)          # {"model.ebc": {"user": 17}}
+    Args:
+        model: a module with sharded collections.
+
+    Returns:
+        {collection: {table: score}}, or None when the model has no dynamic table.
+
+    Raises:
+        RuntimeError: a table is closed.
+
+    Examples:
+        >>> from dynamicemb.incremental_dump import get_score
+        >>> get_score(model)
+        {'model.ebc': {'user': 2}}
     """
     scores = {
         path: {name: shown_score(t.table, t.table.score) for name, t in collection.tables.items()}
@@ -38,12 +50,21 @@ def shown_score(table: embstore.Table, score: int) -> int:
 def set_score(model: nn.Module, table_score: int | Mapping[str, Mapping[str, int]]) -> None:
     """Sets the score that CUSTOMIZED tables give to the keys of the following training forwards.
 
-    An int counts for all tables; {collection: {table: score}} for those it names. Stored scores stay.
-    Everything is checked before anything is set: a score that is no integer from 1 to 2^64 - 1, or a
-    table of another strategy, raises ValueError. A score below the table's last one warns, unless the
-    environment says DYNAMICEMB_CSTM_SCORE_CHECK=0.
+    Stored scores stay. Everything is checked before anything is set. A score below the table's last one
+    warns, unless the environment says DYNAMICEMB_CSTM_SCORE_CHECK=0.
 
-        set_score(model, {"model.ebc": {"user": 20261115}})
+    Args:
+        model: a module with sharded collections.
+        table_score: an int for all tables, or {collection: {table: score}} for those it names.
+
+    Raises:
+        ValueError: a score is no integer from 1 to 2^64 - 1, or a table has another strategy.
+
+    Examples:
+        >>> from dynamicemb.incremental_dump import get_score, set_score
+        >>> set_score(customized_model, {"model.ebc": {"user": 20261115}})
+        >>> get_score(customized_model)
+        {'model.ebc': {'user': 20261115}}
     """
     set_scores(list(_wanted(find_collections(model), table_score)))
 

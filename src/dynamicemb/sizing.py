@@ -28,7 +28,25 @@ def dtype_to_bytes(dtype: torch.dtype) -> int:
 
 
 def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
-    """`n` rounded up to a multiple of `alignment`, and at least that: align_to_table_size(17) == 32."""
+    """A number of rows rounded up to whole groups of rows.
+
+    Args:
+        n: rows.
+        alignment: rows of a group; the result is at least that.
+
+    Returns:
+        A multiple of alignment.
+
+    Raises:
+        ValueError: alignment is less than 1.
+
+    Examples:
+        >>> from dynamicemb import align_to_table_size
+        >>> align_to_table_size(17)
+        32
+    """
+    if alignment < 1:
+        raise ValueError(f"alignment should be at least 1 but is: {alignment}")
     return max(-(-n // alignment), 1) * alignment
 
 
@@ -56,11 +74,25 @@ def get_optimizer_ckpt_state_dim(
 def get_sharded_table_capacity(
     embedding_config: BaseEmbeddingConfig, world_size: int, bucket_capacity: int
 ) -> int:
-    """Rows a rank may hold of this table: `max_capacity` of the plan.
+    """Rows a rank may hold of a table: `max_capacity` of the plan.
 
     Our planner takes the next power of two of num_embeddings / world_size, at least a bucket; with
     MAX_BUCKET_CAPACITY the rows rounded up to 16. The original package rounds up to whole buckets instead.
-    Raises ValueError unless world_size is positive and bucket_capacity a positive multiple of 16.
+
+    Args:
+        embedding_config: of the table.
+        world_size: ranks that share it.
+        bucket_capacity: rows of a bucket, as in the options of the table.
+
+    Raises:
+        ValueError: world_size is not positive, or bucket_capacity is no positive multiple of 16.
+
+    Examples:
+        >>> from dynamicemb import get_sharded_table_capacity
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> config = EmbeddingBagConfig(name="user", embedding_dim=8, num_embeddings=1000)
+        >>> get_sharded_table_capacity(config, world_size=2, bucket_capacity=128)
+        512
     """
     if world_size <= 0:
         raise ValueError(f"world_size should be at least 1 but is: {world_size}")
@@ -73,7 +105,24 @@ def get_table_value_bytes(
     world_size: int,
     bucket_capacity: int = 128,
 ) -> int:
-    """Bytes of the vectors and optimizer states of a full table, over all ranks."""
+    """Bytes of the vectors and optimizer states of a full table, over all ranks.
+
+    Args:
+        embedding_config: of the table.
+        optimizer_type: an EmbOptimType of FBGEMM.
+        world_size: ranks that share it.
+        bucket_capacity: rows of a bucket, as in the options of the table.
+
+    Raises:
+        ValueError: world_size or bucket_capacity is out of range, or the dtype is no float of 16 or 32 bits.
+
+    Examples:
+        >>> from dynamicemb import EmbOptimType, get_table_value_bytes
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> config = EmbeddingBagConfig(name="user", embedding_dim=8, num_embeddings=1000)
+        >>> get_table_value_bytes(config, EmbOptimType.ADAM, world_size=2)  # 1024 rows of 24 floats
+        98304
+    """
     dtype = data_type_to_dtype(embedding_config.data_type)
     dim = embedding_config.embedding_dim
     rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size

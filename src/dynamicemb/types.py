@@ -134,7 +134,18 @@ class Cache(abc.ABC):
 
 
 class Counter(abc.ABC):
-    """Counts how often keys without a row were seen. Keys of a call are distinct."""
+    """Counts how often keys without a row were seen: derive from it to count elsewhere.
+
+    Keys of a call are distinct. An instance is the `admission_counter` of a table's options.
+
+    Examples:
+        >>> import torch
+        >>> from dynamicemb import KVCounter
+        >>> from dynamicemb.embedding_admission import MultiTableKVCounter
+        >>> counter = MultiTableKVCounter([KVCounter(1024)])  # the one that a KVCounter stands for
+        >>> counter.add(torch.tensor([7, 9]), torch.tensor([0, 0]), torch.tensor([1, 2]))
+        tensor([1, 2])
+    """
 
     @abc.abstractmethod
     def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
@@ -158,7 +169,19 @@ class Counter(abc.ABC):
 
 
 class AdmissionStrategy(abc.ABC):
-    """Decides which keys get a row."""
+    """Decides which keys get a row: derive from it for a rule of your own.
+
+    Examples:
+        >>> import torch
+        >>> from dynamicemb import AdmissionStrategy, DynamicEmbTableOptions
+        >>> class EvenKeys(AdmissionStrategy):
+        ...     def admit(self, keys, frequencies):
+        ...         return keys % 2 == 0
+        ...
+        ...     def initialize_non_admitted_embeddings(self, buffer, indices):
+        ...         return False
+        >>> options = DynamicEmbTableOptions(admit_strategy=EvenKeys())
+    """
 
     @abc.abstractmethod
     def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

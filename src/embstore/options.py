@@ -49,8 +49,9 @@ class ScoreStrategy(enum.IntEnum):
 
 
 class Admission(enum.IntEnum):
-    """Which new keys get a row in a full table: all of them, or those that are more frequent than the key
-    whose row they take.
+    """Which new keys get a row in a full table.
+
+    ALL of them, or by FREQUENCY those that are more frequent than the key whose row they take.
 
     Examples:
         >>> import embstore
@@ -64,9 +65,9 @@ class Admission(enum.IntEnum):
 
 
 class CheckMode(enum.IntEnum):
-    """What a training forward does when keys were refused (their vectors are 0.0, or those of
-    their shared rows, in any case).
+    """What a training forward does when keys were refused.
 
+    Their vectors are 0.0, or those of their shared rows, in any case.
     ERROR raises RefusedKeysError, WARNING warns, IGNORE counts in `Table.stats().refusals`.
 
     Examples:

@@ -17,25 +17,20 @@ import numpy.typing as npt
 
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
-from embstore.optimizers import Optimizer
 from embstore.options import (
     Access,
     Admission,
     CheckMode,
     DType,
-    EvictionLog,
     ScoreStrategy,
     TableOptions,
 )
 from embstore.ownership import Ownership
 from embstore.pressure import Pressure
-from embstore.progress import Wanted, shown
 from embstore.rows import Rows, Stats
 from embstore.stores import Store
 from embstore.table_copies import _rebuild  # noqa: F401 (older pickles name it here)
-from embstore.table_sizing import TableSizing
-
-RESERVE_STEPS = 50  # that progress is told of
+from embstore.table_store import TableOverStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,7 +52,7 @@ class RefusedKeysError(RuntimeError):
     """
 
 
-class Table(TableSizing):
+class Table(TableOverStore):
     """A named set of rows with one dimension, optimizer, initializer and score strategy.
 
     Keys are integers in numpy arrays, torch tensors or sequences; answers come in the kind (and on the
@@ -153,10 +148,12 @@ class Table(TableSizing):
 
     @property
     def name(self) -> str:
+        """As given, for messages, metrics and dumps."""
         return self.options.name
 
     @property
     def dim(self) -> int:
+        """Components of a vector."""
         return self.options.dim
 
     @property
@@ -177,6 +174,7 @@ class Table(TableSizing):
 
     @property
     def capacity(self) -> int:
+        """Rows that the index has room for now; it grows up to max_capacity."""
         return self._core.capacity()
 
     @property
@@ -193,7 +191,18 @@ class Table(TableSizing):
         return self._core.size()
 
     def stats(self) -> Stats:
-        """Sizes and counters; works on a closed table too."""
+        """Sizes and counters; works on a closed table too.
+
+        Returns:
+            A `Stats`: rows, capacity, bytes, hits, misses, evictions and refusals so far.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> vectors = table.find_or_insert([7, -1, 7])
+            >>> table.stats().size
+            2
+        """
         stats = self._core.stats()
         return Stats(**{f.name: getattr(stats, f.name) for f in fields(Stats)})
 
@@ -215,19 +224,46 @@ class Table(TableSizing):
             self._core.set_custom_score(value)
 
     def raise_clock(self, score: int) -> None:
-        """Later batches of a TIMESTAMP table get at least this score: how ranks agree on a moment."""
+        """Later batches of a "timestamp" table get at least this score: how ranks agree on a moment.
+
+        Args:
+            score: nanoseconds since 1970. A clock that is ahead of it stays as it is.
+        """
         self._core.raise_clock(score)
 
     def reseed(self, seed: int) -> None:
-        """Rows that are yet to come start as they would in a table with this seed."""
+        """Rows that are yet to come start as they would in a table with this seed.
+
+        Args:
+            seed: of the initial values. Rows that are there stay as they are.
+        """
         self.options = replace(self.options, seed=seed)
         self._core.set_seed(self.seed)
 
     # ---- rows by key
 
     def find(self, keys: object) -> tuple[Array, Array]:
-        """Vectors (float32, keys.shape + (dim,)) and which keys are there. Missing ones read their shared row
-        if it is in use, else 0.0."""
+        """Looks keys up and changes nothing, scores included.
+
+        Args:
+            keys: integers of any shape, as a numpy array, a torch tensor or a sequence.
+
+        Returns:
+            The vectors (float32, keys.shape + (dim,)) and a mask of the keys that have a row. A missing key
+            reads its shared row if that is in use, else 0.0.
+
+        Raises:
+            TypeError: keys are not integers.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> table.insert_or_assign([7], [[1, 2]])
+            >>> values, found = table.find([7, 5])
+            >>> values.tolist(), found.tolist()
+            ([[1.0, 2.0], [0.0, 0.0]], [True, False])
+        """
         k = as_keys(keys)
         values, found = empty_floats(k.n, self.dim), np.empty(k.n, np.uint8)
         self._core.read(k.address, k.n, address(values), 0, 0, address(found))
@@ -239,7 +275,26 @@ class Table(TableSizing):
         return k.like(values.reshape(*k.shape, self.dim)), k.like(found.astype(bool).reshape(k.shape))
 
     def read(self, keys: object) -> Rows:
-        """Whole rows in the order of the keys (one-dimensional); a missing key has score 0 and zeros."""
+        """Reads whole rows and changes nothing.
+
+        Args:
+            keys: integers; a missing key reads zeros and score 0.
+
+        Returns:
+            `Rows` in the order of the keys, which are flattened.
+
+        Raises:
+            TypeError: keys are not integers.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2, optimizer=embstore.Adagrad(lr=0.1))
+            >>> table.insert_or_assign([7], [[1, 2]], states=[[3, 4]], scores=[9])
+            >>> rows = table.read([5, 7])
+            >>> rows.states.tolist(), rows.scores.tolist()
+            ([[0.0, 0.0], [3.0, 4.0]], [0, 9])
+        """
         k = as_keys(keys)
         values, states = empty_floats(k.n, self.dim), empty_floats(k.n, self.state_width)
         scores = np.empty(k.n, np.uint64)
@@ -247,7 +302,28 @@ class Table(TableSizing):
         return Rows(k.numpy().flatten(), values, states, scores)
 
     def find_or_insert(self, keys: object) -> Array:
-        """Vectors of the keys, as a training batch: missing keys are inserted, scores renewed."""
+        """Looks keys up as a training batch does: missing keys get a row, scores are renewed.
+
+        Args:
+            keys: integers of any shape; duplicates are counted by score strategies that count.
+
+        Returns:
+            The vectors (float32, keys.shape + (dim,)). A refused key reads its shared row, or 0.0.
+
+        Raises:
+            TypeError: keys are not integers.
+            RefusedKeysError: check_mode is "error" and keys found no place.
+            MemoryError: the machine has no room for the next growth.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2, initializer=embstore.Constant(1.0))
+            >>> table.find_or_insert([[7, -1], [7, 7]]).shape
+            (2, 2, 2)
+            >>> len(table)
+            2
+        """
         k = as_keys(keys)
         values = empty_floats(k.n, self.dim)
         request = _core.LookupRequest(
@@ -261,10 +337,27 @@ class Table(TableSizing):
     def insert_or_assign(
         self, keys: object, values: object, *, states: object = None, scores: object = None
     ) -> None:
-        """Writes rows; of duplicate keys the last counts.
+        """Writes rows; the last of duplicate keys counts.
 
-        values (n, dim). states (n, state_width): without, a new row starts fresh and an old one keeps
-        its own. scores (n): without, the rows get the score of a training batch.
+        Args:
+            keys: integers (n).
+            values: vectors (n, dim).
+            states: optimizer states (n, state_width). Without, a new row starts fresh and an old one keeps
+                its own.
+            scores: (n), at least 1. Without, rows get the score of a training batch.
+
+        Raises:
+            TypeError: keys are not integers.
+            ValueError: values, states or scores have another shape, or a score is 0.
+            RefusedKeysError: check_mode is "error" and keys found no place.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> table.insert_or_assign([7, -1], [[1, 2], [3, 4]])
+            >>> table.find([-1])[0].tolist()
+            [[3.0, 4.0]]
         """
         k = as_keys(keys)
         v = as_floats(values, (*k.shape, self.dim), "values")
@@ -282,92 +375,111 @@ class Table(TableSizing):
         return self.options.evict_least_used and strategy != ScoreStrategy.LFU and not strategy.ages
 
     def set_uses(self, keys: object, uses: npt.NDArray[np.uint32]) -> None:
-        """How often keys were used, in a table that counts it; keys that are not in memory are skipped."""
+        """Sets how often keys were used, in a table that counts uses beside scores.
+
+        Args:
+            keys: integers (n); those that are not in memory are skipped.
+            uses: counts (n).
+
+        Raises:
+            ValueError: there is not one count for each key.
+            RuntimeError: the table is closed.
+        """
         k, counts = as_keys(keys), np.ascontiguousarray(uses, np.uint32)
         if counts.shape != (k.n,):
             raise ValueError(f"uses should have {k.n} numbers, one for each key, but has: {counts.shape}")
         self._core.set_uses(k.address, k.n, address(counts))
 
     def initial_values(self, keys: object) -> Array:
-        """The vectors that the keys would start with, whether they are there or not."""
+        """The vectors that keys start with, whether they have a row or not.
+
+        Args:
+            keys: integers of any shape.
+
+        Returns:
+            Vectors (float32, keys.shape + (dim,)): a function of seed, table name and key alone.
+
+        Raises:
+            TypeError: keys are not integers.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> one, two = (embstore.Table("user", dim=2, seed=3) for _ in range(2))
+            >>> (one.initial_values([7]) == two.find_or_insert([7])).all().item()
+            True
+        """
         k = as_keys(keys)
         values = empty_floats(k.n, self.dim)
         self._core.initial_values(k.address, k.n, address(values))
         return k.like(values.reshape(*k.shape, self.dim))
 
     def contains(self, keys: object) -> Array:
-        """Which keys are there."""
+        """Which keys have a row, in memory or in the store below.
+
+        Args:
+            keys: integers of any shape.
+
+        Returns:
+            A mask of the shape of the keys.
+
+        Raises:
+            TypeError: keys are not integers.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> vectors = table.find_or_insert([7])
+            >>> table.contains([7, 5]).tolist(), 7 in table
+            ([True, False], True)
+        """
         k = as_keys(keys)
         found = np.empty(k.n, np.uint8)
         self._core.contains(k.address, k.n, address(found))
         return k.like(found.astype(bool).reshape(k.shape))
 
     def erase(self, keys: object) -> int:
-        """Removes keys; returns how many were there."""
+        """Removes keys, in memory and in the store below.
+
+        Args:
+            keys: integers; those without a row are skipped.
+
+        Returns:
+            How many had a row.
+
+        Raises:
+            TypeError: keys are not integers.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> vectors = table.find_or_insert([7, 8])
+            >>> table.erase([7, 5]), len(table)
+            (1, 1)
+        """
         k = as_keys(keys)
         return self._core.erase(k.address, k.n)
 
     def clear(self) -> None:
-        """Removes every key and gives the memory of the rows back. The capacity stays."""
+        """Removes every key and returns the memory of the rows. The capacity stays.
+
+        Raises:
+            RuntimeError: the table is closed.
+        """
         self._core.clear()
 
-    def reserve(self, rows: int, *, progress: Wanted = False) -> None:
-        """Makes room for this many rows at once (at most max_capacity). `progress` is True for a bar of tqdm,
-        or a function of (rows of room, rows wanted)."""
-        rows = as_integer(rows, 0, (1 << 63) - 1, "rows")
-        with shown(progress, "growing", unit=" rows") as report:
-            # An index with rows grows bucket by bucket; an empty one is replaced, which takes one step.
-            steps = RESERVE_STEPS if report and len(self) else 1
-            for step in range(1, steps + 1):
-                self._core.reserve(rows * step // steps)
-                if report:
-                    report(rows * step // steps, rows)
-
-    # ---- training
-
-    def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Another rule, or other numbers, from the next update on. Its state must be as wide as the present
-        one; rows in memory whose state is still as it began get the new beginning."""
-        before = self.options.optimizer
-        if (optimizer.engine_name, optimizer.initial_accumulator) != (
-            before.engine_name,
-            before.initial_accumulator,
-        ):
-            self._core.set_optimizer(optimizer.engine_name, optimizer.initial_accumulator)
-        self.options = replace(self.options, optimizer=optimizer)
-        self._learning_rate = float(optimizer.lr)
-
-    def step_options(self, *, count: bool = True) -> _core.StepOptions:
-        """The engine's options for the next update, which is counted here or, without `count`, by the
-        caller once it is done."""
-        options = self.options.optimizer.step_options(self._learning_rate, self.optimizer_step + 1)
-        self.optimizer_step += count
-        return options
-
-    def apply_gradients(
-        self, keys: object, gradients: object, *, missing: str = "ignore", renew_scores: bool = False
-    ) -> None:
-        """One optimizer step: gradients (n, dim) of duplicate keys are summed in order, then every row
-        moves once. Missing keys are skipped, or raise with missing="error". With
-        renew_scores the rows count as used now, as in a training lookup."""
-        if missing not in ("ignore", "error"):
-            raise ValueError(f"missing should be 'ignore' or 'error' but is: {missing!r}")
-        k = as_keys(keys)
-        g = as_floats(gradients, (*k.shape, self.dim), "gradients")
-        if missing == "error" and not np.all(self.contains(k.numpy())):
-            raise KeyError(f"keys should all be in table {self.name!r} but some are not")
-        step = self.step_options(count=False)
-        self._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step, renew_scores)
-        self.optimizer_step += 1
-
-    def apply_gradients_to_shared(self, numbers: object, gradients: object) -> None:
-        """The part of an optimizer step that moves shared rows, by number; the step is not counted."""
-        k = as_keys(numbers)
-        g = as_floats(gradients, (k.n, self.dim), "gradients")
-        self._core.apply_gradients_to_shared(k.address, k.n, address(g), self.step_options(count=False))
-
     def report_refused(self, refused: int, n: int) -> None:
-        """Raises or warns, as check_mode says, when a batch of n keys had refused ones."""
+        """Raises or warns, as check_mode says, when a batch had refused keys.
+
+        Args:
+            refused: how many distinct keys were refused.
+            n: keys of the batch.
+
+        Raises:
+            RefusedKeysError: some were, and check_mode is "error".
+        """
         if refused == 0 or self.options.check_mode == CheckMode.IGNORE:
             return
         message = (
@@ -378,80 +490,22 @@ class Table(TableSizing):
             raise RefusedKeysError(message)
         warnings.warn(message, UserWarning, stacklevel=3)
 
-    # ---- whole tables
-
-    def snapshot(self) -> _core.Snapshot:
-        """The rows as they are now, to be read while the table is trained on."""
-        return _core.Snapshot(self._core)
-
-    def track_changes(self, on: bool = True) -> None:
-        """Starts, with nothing changed so far, or stops to keep track for `take_changes`."""
-        self._core.track_changes(on)
-
-    def take_changes(self) -> tuple[Rows, npt.NDArray[np.int64]]:
-        """Rows that changed since the last call (vector, state or score) and keys that are gone."""
-        changes = self.snapshot_changes()
-        blocks = list(self._blocks(changes, 0, 65536, True, True))
-        return Rows.concatenate(blocks), changes.removed()
-
-    def snapshot_changes(self) -> _core.Snapshot:
-        """Like `take_changes`, to be read while the table is trained on; `restore` puts them back."""
-        return _core.Snapshot(self._core, changes=True)
-
-    def shared_rows(self) -> Rows:
-        """The shared rows that training has used so far, with their numbers as keys and no scores."""
-        return Rows(*self._core.shared_rows())
-
-    def assign_shared_rows(self, numbers: object, values: object, states: object = None) -> None:
-        """Replaces the shared rows by those with these numbers. Without states they start fresh."""
-        k = as_keys(numbers)
-        v = as_floats(values, (k.n, self.dim), "values")
-        s = None if states is None else as_floats(states, (k.n, self.state_width), "states")
-        self._core.assign_shared(k.address, k.n, address(v), 0 if s is None else address(s))
-
-    def set_eviction_log(self, log: EvictionLog) -> None:
-        """What the log keeps from now on; what it holds is dropped."""
-        self._core.set_eviction_log(int(log))
-
-    def evictions(self) -> Rows:
-        """Takes what was evicted since the last call; empty unless eviction_log is set."""
-        return Rows(*self._core.drain_evictions())
-
-    def admission_counters(self) -> npt.NDArray[np.uint16] | None:
-        """How often keys without a row were seen, in a form for `restore_admission_counters` alone; None
-        where nothing counts them."""
-        return self._core.admission_counters() if self.options.counts_keys else None
-
-    def restore_admission_counters(self, counters: npt.NDArray[np.uint16]) -> bool:
-        """Goes on counting from there. False, and nothing changes, where they are for another threshold."""
-        counters = np.ascontiguousarray(counters, np.uint16)
-        return self._core.restore_admission_counters(address(counters), len(counters))
-
     def close(self) -> None:
-        """Frees the memory now, after changed rows went down to the store. Every other use but `stats` raises
-        RuntimeError afterwards. Waits for dumps in the background and then raises what went wrong with one of
-        them, unless its `wait` did."""
+        """Frees the memory now, after changed rows went down to the store.
+
+        Every other use but `stats` raises RuntimeError afterwards. Waits for dumps in the background.
+
+        Raises:
+            OSError: the store could not take the changed rows, or a dump in the background failed and nobody
+                waited for it.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> table.close()
+        """
         for dump in self.dumps:
             dump.finish()
         self._core.close()
         while self.dumps:
             self.dumps.pop().raise_untold()
-
-    # ---- over a store
-
-    def prefetch(self, keys: object) -> _core.SlotList:
-        """Brings up the rows of those keys that are only below; they stay up while the result lives."""
-        k = as_keys(keys)
-        return self._core.prefetch(k.address, k.n)
-
-    def flush(self) -> None:
-        """Writes changed rows down to the store, and flushes it."""
-        self._core.flush()
-
-    def save_snapshot(self, name: str) -> None:
-        """Writes changed rows down and lets the store keep its contents under a name."""
-        self._core.snapshot(name)
-
-    def load_snapshot(self, name: str) -> None:
-        """Replaces everything with a snapshot of the store; changes nothing if it cannot be read."""
-        self._core.load_snapshot(name)

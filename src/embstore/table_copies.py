@@ -31,10 +31,29 @@ class TableCopies(TableViews):
         with_values: bool = True,
         with_states: bool = True,
     ) -> Iterator[Rows]:
-        """All rows whose score is at least min_score, in blocks. What is left out has no rows.
+        """All rows at the call, of the table and of the store below it, in blocks.
 
-        They are the rows at the call, of the table and of the store below it, whatever happens to them while
-        the blocks are read. Until the iterator is done or dropped, rows that change are copied first.
+        Training may go on: until the iterator is done or dropped, rows that change are copied first.
+
+        Args:
+            min_score: only rows with at least this score.
+            block_rows: rows of a block; the last one may have fewer.
+            with_values: with vectors; without, `values` of a block is empty.
+            with_states: with optimizer states; without, `states` of a block is empty.
+
+        Returns:
+            An iterator of `Rows`, in no order.
+
+        Raises:
+            ValueError: min_score or block_rows is out of range.
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> vectors = table.find_or_insert(range(97))
+            >>> [len(block) for block in table.export(block_rows=50)]
+            [50, 47]
         """
         table = self._table
         block_rows = as_integer(block_rows, 1, (1 << 63) - 1, "block_rows")
@@ -70,6 +89,58 @@ class TableCopies(TableViews):
             last = got < n
             yield Rows(rows.keys[:got], rows.values[:got], rows.states[:got], rows.scores[:got])
 
+    def snapshot(self) -> _core.Snapshot:
+        """The rows as they are now, to be read while training goes on; `export` reads one in blocks.
+
+        Raises:
+            RuntimeError: the table is closed.
+        """
+        return _core.Snapshot(self._table._core)
+
+    def track_changes(self, on: bool = True) -> None:
+        """Starts to record which rows change, for `take_changes`, or stops.
+
+        Args:
+            on: True starts with nothing changed so far.
+
+        Raises:
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> vectors = table.find_or_insert([7, 8])
+            >>> table.track_changes()
+            >>> table.insert_or_assign([8], [[1, 2]]), table.erase([7])
+            (None, 1)
+            >>> changed, removed = table.take_changes()
+            >>> changed.keys.tolist(), removed.tolist()
+            ([8], [7])
+        """
+        self._table._core.track_changes(on)
+
+    def take_changes(self) -> tuple[Rows, npt.NDArray[np.int64]]:
+        """What changed since the last call, or since `track_changes`.
+
+        Returns:
+            The rows whose vector, state or score changed, and the keys that are gone.
+
+        Raises:
+            RuntimeError: the table is closed, or does not track changes.
+        """
+        table = self._table
+        changes = table.snapshot_changes()
+        blocks = list(table._blocks(changes, 0, 65536, True, True))
+        return Rows.concatenate(blocks), changes.removed()
+
+    def snapshot_changes(self) -> _core.Snapshot:
+        """Like `take_changes`, to be read while training goes on; `restore` of the result puts them back.
+
+        Raises:
+            RuntimeError: the table is closed, or does not track changes.
+        """
+        return _core.Snapshot(self._table._core, changes=True)
+
     def resident(
         self,
         *,
@@ -78,8 +149,20 @@ class TableCopies(TableViews):
         with_values: bool = True,
         with_states: bool = True,
     ) -> Iterator[Rows]:
-        """Like `export`, of the rows in memory alone. Raises RuntimeError when the table grows, is cleared or
-        evicts rows to a store meanwhile."""
+        """Like `export`, of the rows in memory alone and without a copy.
+
+        Args:
+            min_score: only rows with at least this score.
+            block_rows: rows of a block at most.
+            with_values: with vectors.
+            with_states: with optimizer states.
+
+        Returns:
+            An iterator of `Rows`, in no order.
+
+        Raises:
+            RuntimeError: the table is closed, or grows, is cleared or evicts rows to a store meanwhile.
+        """
         table = self._table
         cursor = _core.Cursor()
         while cursor.next >= 0:
@@ -88,14 +171,46 @@ class TableCopies(TableViews):
                 yield rows
 
     def rows(self, *, min_score: int = 0) -> Rows:
-        """`export` in one piece, sorted by key."""
+        """All rows in one piece, sorted by key.
+
+        Args:
+            min_score: only rows with at least this score.
+
+        Returns:
+            `Rows` of the table and of the store below it.
+
+        Raises:
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table = embstore.Table("user", dim=2)
+            >>> table.insert_or_assign([7, -1], [[1, 2], [3, 4]])
+            >>> table.rows().keys.tolist()
+            [-1, 7]
+        """
         table = self._table
         whole = Rows.concatenate(list(table.export(min_score=min_score)))
         order = np.argsort(whole.keys, kind="stable")
         return whole[order]
 
     def state(self) -> dict[str, Any]:
-        """Rows and counters as numpy arrays and integers; `load_state` is the inverse."""
+        """Rows and counters as numpy arrays and numbers; `load_state` is the inverse.
+
+        Returns:
+            A dict that torch.save and numpy.savez take.
+
+        Raises:
+            RuntimeError: the table is closed.
+
+        Examples:
+            >>> import embstore
+            >>> table, other = (embstore.Table(name, dim=2) for name in ("user", "copy"))
+            >>> table.insert_or_assign([7], [[1, 2]])
+            >>> other.load_state(table.state())
+            >>> other.find([7])[0].tolist()
+            [[1.0, 2.0]]
+        """
         table = self._table
         rows = table.rows()
         counters: dict[str, Any] = {
@@ -125,7 +240,15 @@ class TableCopies(TableViews):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Replaces everything with what `state` returned on a table of the same dim and optimizer."""
+        """Replaces everything with the state of another table.
+
+        Args:
+            state: what `state` returned on a table of the same dim and optimizer.
+
+        Raises:
+            ValueError: shapes differ, or there are more rows than max_capacity; nothing has changed then.
+            RuntimeError: the table is closed.
+        """
         table = self._table
         keys = as_keys(state["keys"])
         values = as_floats(state["values"], (keys.n, table.dim), "values")
@@ -183,8 +306,16 @@ class TableCopies(TableViews):
             )
 
     def exchange(self, other: Table) -> None:
-        """Swaps everything with another table of the same shape, in one step for those who read it: how rows
-        that were built aside become the rows of a table in use."""
+        """Swaps everything with another table, in one step for those who read it.
+
+        So rows that were built aside become the rows of a table in use.
+
+        Args:
+            other: a table of the same dim, dtype and optimizer, without a store.
+
+        Raises:
+            ValueError: it is of another shape, or one of the two has a store.
+        """
         table = self._table
         ours, theirs = table.options, other.options
         if table.store is not None or other.store is not None:

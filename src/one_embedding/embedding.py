@@ -35,19 +35,40 @@ _names: weakref.WeakValueDictionary[str, MultiTableMultiColumnEmbedding] = weakr
 class MultiTableMultiColumnEmbedding(RowModule):
     """Vectors of ids of several tables that share one space of ids; a vector may consist of columns.
 
-    name                 unique in the process
-    embedding_dim        components of a vector, or those of each column
-    dtype                torch.float32
-    key_type             torch.int64 or torch.int32: the dtype of ids. Dtypes may be of numpy, or names
-    tables               from make_table_options; they choose the initializer of an id. None: one table
-    store_options        from one of the make_*_store_options
-    default_initializer  for tables=None; normal with std 0.05 when not given
-    padding_idx          an id whose vector is 0, gets no gradient and is never stored
-    seed                 of the initial values
-
     Train it with torch.optim.SGD, Adam, Adagrad, one_embedding.Ftrl or SmartDecayAdam over `parameters()`.
     Under an initialised torch.distributed each id is kept by one rank, and a batch of each rank gets the
     vectors of all; gradients of all ranks are added up.
+
+    Args:
+        name: unique in the process.
+        embedding_dim: components of a vector, or a list of those of each column.
+        dtype: torch.float32, or numpy's, or its name.
+        key_type: torch.int64 or torch.int32, the dtype of ids.
+        tables: from `make_table_options`; they choose the initializer of an id. None: one table.
+        store_options: from one of the make_*_store_options.
+        default_initializer: for tables=None; normal with std 0.05 when not given.
+        padding_idx: an id whose vector is 0, gets no gradient and is never stored.
+        seed: of the initial values.
+
+    Raises:
+        ValueError: an argument is out of range, or an embedding of this name exists.
+        OSError: the files of the store cannot be opened; on every rank.
+        RuntimeError: at a call, new ids do not fit the capacity of the store.
+
+    Examples:
+        >>> import one_embedding, tempfile, torch
+        >>> starts = [one_embedding.make_constant_initializer(value) for value in (1, 2)]
+        >>> columns = [one_embedding.make_column_options(start) for start in starts]
+        >>> rows = one_embedding.MultiTableMultiColumnEmbedding(
+        ...     "columns",
+        ...     embedding_dim=[2, 1],
+        ...     dtype=torch.float32,
+        ...     key_type=torch.int64,
+        ...     tables=[one_embedding.make_table_options(columns)],
+        ...     store_options=one_embedding.make_cached_ssd_store_options(1, tempfile.mkdtemp()),
+        ... )
+        >>> rows(torch.tensor([7])).tolist()
+        [[1.0, 1.0, 2.0]]
     """
 
     def __init__(
@@ -184,10 +205,20 @@ class MultiTableMultiColumnEmbedding(RowModule):
     # ---- forward
 
     def forward(self, ids: torch.Tensor, table_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Vectors of the shape ids.shape + (embedding_dim,), on the device of the ids.
+        """Vectors of ids. In training, new ids get a row; in evaluation they read their initial value.
 
-        table_ids, of the shape of ids, say of which table an id is. Without them the last dimension of ids
-        runs over the tables.
+        Args:
+            ids: integers of any shape, of the key_type.
+            table_ids: the table of each id, in the shape of `ids`. None: the last dimension of `ids` runs
+                over the tables.
+
+        Returns:
+            ids.shape + (embedding_dim,), on the device of the ids.
+
+        Raises:
+            TypeError: ids are not of the key_type; on every rank.
+            ValueError: table_ids do not fit; on every rank.
+            RuntimeError: new ids do not fit the capacity of the store.
         """
         stored = None
 
@@ -292,11 +323,25 @@ class MultiTableMultiColumnEmbedding(RowModule):
     # ---- snapshots
 
     def save_snapshot(self, snapshot_name: str) -> None:
-        """Keeps all rows under a name, in <persistent_path>/<rank>-<ranks>/snapshots."""
+        """Keeps all rows under a name, in <persistent_path>/<rank>-<ranks>/snapshots. All ranks call it.
+
+        Args:
+            snapshot_name: a name of a folder.
+
+        Raises:
+            OSError: the files cannot be written.
+        """
         self._ranks.together(lambda: self._table.save_snapshot(snapshot_name), "save_snapshot()")
 
     def load_snapshot(self, snapshot_name: str) -> None:
-        """Replaces all rows with those of a snapshot, whatever the number of ranks that saved it."""
+        """Replaces all rows with those of a snapshot, whatever the number of ranks that saved it.
+
+        Args:
+            snapshot_name: as given to `save_snapshot`.
+
+        Raises:
+            FileNotFoundError: there is none; on every rank.
+        """
         self._ranks.together(lambda: self._load(snapshot_name), "load_snapshot()")
 
     def _load(self, name: str) -> None:
@@ -362,8 +407,41 @@ class MultiTableMultiColumnEmbedding(RowModule):
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
-    """Vectors of ids of several tables that share one space of ids. MultiTableMultiColumnEmbedding explains
-    the arguments; here a vector is one column."""
+    """Vectors of ids of several tables that share one space of ids; a vector is one column.
+
+    Args:
+        name: unique in the process.
+        embedding_dim: components of a vector.
+        dtype: torch.float32, or numpy's, or its name.
+        key_type: torch.int64 or torch.int32, the dtype of ids.
+        tables: from `make_table_options`; they choose the initializer of an id. None: one table.
+        store_options: from one of the make_*_store_options.
+        default_initializer: for tables=None; normal with std 0.05 when not given.
+        padding_idx: an id whose vector is 0, gets no gradient and is never stored.
+        seed: of the initial values.
+
+    Raises:
+        ValueError: an argument is out of range, or an embedding of this name exists.
+        OSError: the files of the store cannot be opened; on every rank.
+        RuntimeError: at a call, new ids do not fit the capacity of the store.
+
+    Examples:
+        >>> import one_embedding, tempfile, torch
+        >>> start = one_embedding.make_constant_initializer(1.0)
+        >>> rows = one_embedding.MultiTableEmbedding(
+        ...     "user",
+        ...     embedding_dim=2,
+        ...     dtype=torch.float32,
+        ...     key_type=torch.int64,
+        ...     tables=[one_embedding.make_table_options(start)],
+        ...     store_options=one_embedding.make_cached_ssd_store_options(1, tempfile.mkdtemp()),
+        ... )
+        >>> optimizer = torch.optim.SGD(rows.parameters(), lr=0.5)
+        >>> rows(torch.tensor([7, 7])).sum().backward()
+        >>> optimizer.step()
+        >>> rows.eval()(torch.tensor([7])).tolist()
+        [[0.0, 0.0]]
+    """
 
     def __init__(
         self,

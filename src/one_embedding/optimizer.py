@@ -27,6 +27,20 @@ class SmartDecayAdam(torch.optim.Adam):
     Rows need a storage_dim of 3 * embedding_dim + 2, and one more where embedding_dim is odd: a row keeps the
     number of its last step. The steps are counted in the state of this optimizer, so load its state dict with
     a snapshot. Dense parameters, which have a gradient in every step, move as with torch.optim.Adam.
+    Arguments are those of torch.optim.Adam.
+
+    Raises:
+        NotImplementedError: amsgrad or decoupled_weight_decay is asked for; at the first step.
+        ValueError: rows have too little room; at the first step.
+
+    Examples:
+        >>> import one_embedding, tempfile, torch
+        >>> store = one_embedding.make_cached_ssd_store_options(1, tempfile.mkdtemp(), storage_dim=8)
+        >>> kinds = (torch.float32, torch.int64)
+        >>> rows = one_embedding.MultiTableEmbedding("smart", 2, *kinds, None, store)
+        >>> optimizer = one_embedding.SmartDecayAdam(rows.parameters(), lr=0.1)
+        >>> rows(torch.tensor([7, 8])).sum().backward()
+        >>> optimizer.step()
     """
 
 
@@ -40,6 +54,26 @@ class Ftrl(torch.optim.Optimizer):
         n' = n + g^2                 s = (n'^lr_power - n^lr_power) / lr             z' = z + g - s w
         w' = 0 if |z'| < lambda1 else (sign(z') lambda1 - z') / ((beta + n'^lr_power) / lr + lambda2)
         and weight_decay takes lr * weight_decay * w from it
+
+    Args:
+        params: parameters of embeddings and of the dense part, or groups of them.
+        lr: learning rate.
+        weight_decay: decoupled, see above.
+        lr_power: exponent of the accumulator.
+        initial_accumulator_value: of n.
+        lambda1: L1 regularization.
+        lambda2: L2 regularization.
+        beta: added to the accumulator's power.
+
+    Raises:
+        ValueError: a number is out of range; the message names it.
+
+    Examples:
+        >>> import one_embedding, torch
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = one_embedding.Ftrl([weight], lr=0.1, lr_power=0.5)
+        >>> weight.sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -191,6 +225,25 @@ class Optimizer(torch.optim.Optimizer):
 
     They join its first param group. A GradScaler, clipping and LR schedulers work with it as with the
     optimizer itself. Embeddings that the optimizer holds need no wrapper.
+
+    Args:
+        optimizer: torch.optim.SGD, Adam, Adagrad, or `Ftrl` or `SmartDecayAdam`.
+        embeddings: of this package.
+
+    Raises:
+        NotImplementedError: the optimizer is of another class.
+        TypeError: one of the embeddings is something else.
+
+    Examples:
+        >>> import one_embedding, tempfile, torch
+        >>> store = one_embedding.make_cached_ssd_store_options(1, tempfile.mkdtemp(), size_factor=3)
+        >>> kinds = (torch.float32, torch.int64)
+        >>> rows = one_embedding.MultiTableEmbedding("wrapped", 2, *kinds, None, store)
+        >>> dense = torch.nn.Linear(2, 1)
+        >>> adam = torch.optim.Adam(dense.parameters(), lr=0.1)
+        >>> optimizer = one_embedding.Optimizer(adam, [rows])
+        >>> dense(rows(torch.tensor([7, 8]))).sum().backward()
+        >>> optimizer.step()
     """
 
     # The wrapped one does not see what a GradScaler tells this object, so gradients come unscaled.

@@ -12,37 +12,95 @@ Options = dict[str, Any]
 
 
 def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> Options:
-    """Initial values uniform in [low, high)."""
+    """Initial values uniform in [low, high).
+
+    Args:
+        low: lower bound.
+        high: upper bound. Bounds that are no finite numbers raise ValueError when an embedding is made.
+
+    Examples:
+        >>> import one_embedding
+        >>> one_embedding.make_uniform_initializer(low=-0.1, high=0.1)
+        {'type': 'uniform', 'low': -0.1, 'high': 0.1}
+    """
     return {"type": "uniform", "low": low, "high": high}
 
 
 def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> Options:
-    """Normal initial values."""
+    """Normal initial values.
+
+    Args:
+        mean: of every component.
+        std: standard deviation. A negative one raises ValueError when an embedding is made.
+
+    Examples:
+        >>> import one_embedding
+        >>> one_embedding.make_normal_initializer(std=0.05)
+        {'type': 'normal', 'mean': 0.0, 'std': 0.05}
+    """
     return {"type": "normal", "mean": mean, "std": std}
 
 
 def make_constant_initializer(value: float) -> Options:
-    """Every component begins as `value`."""
+    """Every component begins with one value.
+
+    Args:
+        value: a number; any other raises ValueError when an embedding is made.
+
+    Examples:
+        >>> import one_embedding
+        >>> one_embedding.make_constant_initializer(0.5)
+        {'type': 'constant', 'value': 0.5}
+    """
     return {"type": "constant", "value": value}
 
 
 def make_trunc_normal_initializer(
     mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> Options:
-    """Normal initial values, cut at the absolute bounds a and b."""
+    """Normal initial values, drawn again until they are inside of absolute bounds.
+
+    Args:
+        mean: of the normal distribution.
+        std: its standard deviation.
+        a: lower bound.
+        b: upper bound. Bounds that exclude nearly everything raise ValueError when an embedding is made.
+
+    Examples:
+        >>> import one_embedding
+        >>> one_embedding.make_trunc_normal_initializer(std=0.05, a=-0.1, b=0.1)
+        {'type': 'trunc_normal', 'mean': 0.0, 'std': 0.05, 'a': -0.1, 'b': 0.1}
+    """
     return {"type": "trunc_normal", "mean": mean, "std": std, "a": a, "b": b}
 
 
 def make_column_options(initializer: Options) -> Options:
-    """A column of a multi-column table."""
+    """A column of a table of `MultiTableMultiColumnEmbedding`.
+
+    Args:
+        initializer: from one of the make_*_initializer.
+
+    Examples:
+        >>> import one_embedding
+        >>> one_embedding.make_column_options(one_embedding.make_constant_initializer(0.5))
+        {'initializer': {'type': 'constant', 'value': 0.5}}
+    """
     return {"initializer": initializer}
 
 
 def make_table_options(param: Options | Sequence[Options]) -> Options:
-    """A table, from its initializer or from the options of its columns.
+    """A table, from its initializer or from the options of its columns. `make_table` is the same.
 
-    >>> make_table_options(make_uniform_initializer(-0.1, 0.1))
-    {'initializer': {'type': 'uniform', 'low': -0.1, 'high': 0.1}}
+    Args:
+        param: from one of the make_*_initializer, or a list of make_column_options.
+
+    Raises:
+        ValueError: it is neither of them.
+
+    Examples:
+        >>> import one_embedding
+        >>> one_embedding.make_table_options(one_embedding.make_uniform_initializer(-0.1, 0.1))
+        {'initializer': {'type': 'uniform', 'low': -0.1, 'high': 0.1}}
     """
     if isinstance(param, dict):
         return {"initializer": param}
@@ -94,10 +152,24 @@ def make_device_mem_store_options(
     storage_dim: int = -1,
     physical_block_size: int = 4096,
 ) -> Options:
-    """All rows in memory, at most `capacity` of them; files under persistent_path hold snapshots.
+    """All rows in memory; files hold snapshots only.
 
-    size_factor   floats of a row over embedding_dim: 1 for SGD, 2 with momentum and for Adagrad, 3 for Adam
-                  and Ftrl. storage_dim gives the floats of a row directly
+    Args:
+        persistent_path: the directory of snapshots, or one for each rank.
+        capacity: rows of all ranks at most; a batch that needs more raises.
+        size_factor: floats of a row over embedding_dim: 1 for SGD, 2 with momentum and for Adagrad, 3 for
+            Adam and Ftrl.
+        storage_dim: floats of a row, instead of size_factor. -1: not given.
+        physical_block_size: of the files, 512 or 4096 bytes.
+
+    Raises:
+        ValueError: a number is out of range, or persistent_path is empty.
+
+    Examples:
+        >>> import one_embedding
+        >>> options = one_embedding.make_device_mem_store_options("/data/ads", capacity=1000, size_factor=3)
+        >>> options["size_factor"]
+        3
     """
     _integer("capacity", capacity, 1)
     caches = [{"policy": "full", "value_memory_kind": "device", "capacity": capacity}]
@@ -113,8 +185,27 @@ def make_cached_ssd_store_options(
     physical_block_size: int = 4096,
     host_cache_budget_mb: int = 0,
 ) -> Options:
-    """Rows in files under persistent_path, with a cache in memory of both budgets together. `capacity`, the
-    expected number of rows, is a hint: the store grows beyond it."""
+    """Rows in files, with the recently used ones in memory.
+
+    Args:
+        cache_budget_mb: MiB of the cache.
+        persistent_path: the directory of the files, or one for each rank.
+        capacity: the expected number of rows, a hint: the store grows beyond it.
+        size_factor: floats of a row over embedding_dim: 1 for SGD, 2 with momentum and for Adagrad, 3 for
+            Adam and Ftrl.
+        storage_dim: floats of a row, instead of size_factor. -1: not given.
+        physical_block_size: of the files, 512 or 4096 bytes.
+        host_cache_budget_mb: more MiB; both are host memory here and count together.
+
+    Raises:
+        ValueError: a number is out of range, both budgets are 0, or persistent_path is empty.
+
+    Examples:
+        >>> import one_embedding
+        >>> options = one_embedding.make_cached_ssd_store_options(64, "/data/ads")
+        >>> options["kv_store"]["persistent_table"]["path"]
+        '/data/ads'
+    """
     _integer("cache_budget_mb", cache_budget_mb, 0)
     _integer("host_cache_budget_mb", host_cache_budget_mb, 0)
     if cache_budget_mb + host_cache_budget_mb == 0:
@@ -135,7 +226,26 @@ def make_cached_host_mem_store_options(
     storage_dim: int = -1,
     physical_block_size: int = 4096,
 ) -> Options:
-    """Rows in host memory below a device cache. On a CPU both are memory: as device_mem."""
+    """Rows in host memory below a device cache. On a CPU both are memory: as `make_device_mem_store_options`.
+
+    Args:
+        cache_budget_mb: MiB of the device cache; checked, no effect on a CPU.
+        persistent_path: the directory of snapshots, or one for each rank.
+        capacity: rows of all ranks at most; a batch that needs more raises.
+        size_factor: floats of a row over embedding_dim: 1 for SGD, 2 with momentum and for Adagrad, 3 for
+            Adam and Ftrl.
+        storage_dim: floats of a row, instead of size_factor. -1: not given.
+        physical_block_size: of the files, 512 or 4096 bytes.
+
+    Raises:
+        ValueError: a number is out of range, or persistent_path is empty.
+
+    Examples:
+        >>> import one_embedding
+        >>> options = one_embedding.make_cached_host_mem_store_options(64, "/data/ads", capacity=1000)
+        >>> [cache["policy"] for cache in options["kv_store"]["caches"]]
+        ['lru', 'full']
+    """
     _integer("cache_budget_mb", cache_budget_mb, 1)
     _integer("capacity", capacity, 1)
     caches = [

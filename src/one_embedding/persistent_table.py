@@ -175,7 +175,33 @@ def make_persistent_table_reader(
     storage_dim: int,
     physical_block_size: int = 4096,
 ) -> PersistentTableReader:
-    """Reads a snapshot of the directories `paths`. An iterator and a context manager."""
+    """Reads a snapshot: an iterator of (keys, rows) and a context manager.
+
+    Args:
+        paths: the directory of one rank, or those of all.
+        snapshot_name: as given to `save_snapshot`.
+        key_type: int64 or int32, of torch or numpy or by name.
+        value_type: float32.
+        storage_dim: floats of a row, optimizer state included.
+        physical_block_size: of the files, as they were made.
+
+    Returns:
+        A reader of blocks: keys (n) and rows (n, storage_dim) with n at most 65536.
+
+    Raises:
+        ValueError: a type or storage_dim does not fit the files.
+        FileNotFoundError: a directory or the snapshot is missing.
+
+    Examples:
+        >>> import numpy, one_embedding, tempfile
+        >>> kinds = ("int64", "float32", 2)
+        >>> folder = tempfile.mkdtemp()
+        >>> with one_embedding.make_persistent_table_writer(folder, "monday", *kinds) as writer:
+        ...     writer.write(numpy.array([7]), numpy.array([[1, 2]], numpy.float32))
+        >>> with one_embedding.make_persistent_table_reader(folder, "monday", *kinds) as reader:
+        ...     print([(keys.tolist(), rows.tolist()) for keys, rows in reader])
+        [([7], [[1.0, 2.0]])]
+    """
     return PersistentTableReader(paths, snapshot_name, key_type, value_type, storage_dim, physical_block_size)
 
 
@@ -187,5 +213,27 @@ def make_persistent_table_writer(
     storage_dim: int,
     physical_block_size: int = 4096,
 ) -> PersistentTableWriter:
-    """Writes a snapshot into the directories `paths`, one for each rank. A context manager."""
+    """Writes a snapshot: a context manager; the snapshot is kept when it ends without an error.
+
+    Args:
+        paths: a directory, or one for each rank; every row goes to its owner's.
+        snapshot_name: what `load_snapshot` will ask for.
+        key_type: int64 or int32, of torch or numpy or by name.
+        value_type: float32.
+        storage_dim: floats of a row, optimizer state included.
+        physical_block_size: of the files, 512 or 4096 bytes.
+
+    Returns:
+        A writer; `write(keys, rows)` takes numpy arrays of exactly these types.
+
+    Raises:
+        ValueError: a type or storage_dim is not allowed.
+        OSError: a directory cannot be written.
+
+    Examples:
+        >>> import numpy, one_embedding, tempfile
+        >>> kinds = ("int64", "float32", 2)
+        >>> with one_embedding.make_persistent_table_writer(tempfile.mkdtemp(), "monday", *kinds) as writer:
+        ...     writer.write(numpy.array([7, -1]), numpy.zeros((2, 2), numpy.float32))
+    """
     return PersistentTableWriter(paths, snapshot_name, key_type, value_type, storage_dim, physical_block_size)

@@ -142,9 +142,19 @@ _tool: Single | None = None
 def init(comm_tool: str | None = None, use_legacy_optimizer: bool = True) -> None:
     """Chooses how the processes communicate; call it once, before variables and lookups.
 
-    comm_tool             "horovod" (after hvd.init()), "torch" (started by torchrun) or "single". None:
-                          horovod where it is initialised, torch where WORLD_SIZE is above 1, else single
-    use_legacy_optimizer  accepted for compatibility; optimizers of every Keras work
+    Args:
+        comm_tool: "horovod" (after hvd.init()), "torch" (started by torchrun) or "single". None: horovod
+            where it is initialised, torch where WORLD_SIZE is above 1, else single.
+        use_legacy_optimizer: accepted for compatibility; optimizers of every Keras work.
+
+    Raises:
+        ValueError: there is no such tool.
+        RuntimeError: another one was chosen before, or hvd.init() was not called.
+        ImportError: the tool is not installed.
+
+    Examples:
+        >>> import sparse_operation_kit as sok
+        >>> sok.init()
     """
     set_comm_tool(_detect() if comm_tool is None else comm_tool)
     logging.getLogger("sparse_operation_kit").info("communication tool: %s", tool().name)
@@ -159,7 +169,19 @@ def _detect() -> str:
 
 
 def set_comm_tool(comm_tool: str) -> None:
-    """`init` without the message. The same tool may be set again, another one may not."""
+    """`init` without the message.
+
+    Args:
+        comm_tool: "horovod", "torch" or "single". The same tool may be set again, another one may not.
+
+    Raises:
+        ValueError: there is no such tool.
+        RuntimeError: another one was chosen before.
+
+    Examples:
+        >>> import sparse_operation_kit as sok
+        >>> sok.set_comm_tool("single")
+    """
     global _tool
     if comm_tool not in TOOLS:
         raise ValueError(f"comm_tool should be one of {', '.join(TOOLS)} but is: {comm_tool!r}")

@@ -32,9 +32,25 @@ EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 def dump(path: str | os.PathLike[str], dump_vars: Any, optimizer: Any = None) -> None:
-    """Writes keys, rows and, with an optimizer, its states into the directory `path`. All ranks call it.
+    """Writes keys, rows and, with an optimizer, its states into a directory. All ranks call it. Eager only.
 
-    The dump appears in one step when it is complete; until then an older one stays what it was. Eager only.
+    The dump appears in one step when it is complete; until then an older one stays what it was.
+
+    Args:
+        path: the directory.
+        dump_vars: sok variables, or one of them.
+        optimizer: an `OptimizerWrapper` or `SGD`. None: rows alone.
+
+    Raises:
+        ValueError: dump_vars or optimizer is something else.
+        OSError: the files cannot be written; on every rank.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf, tempfile
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2, name="user")
+        >>> count = sok.assign(table, tf.constant([7], tf.int64), tf.ones([1, 2]))
+        >>> sok.dump(tempfile.mkdtemp() + "/weights", table)
     """
     variables, optimizer = _arguments("sok.dump", dump_vars, "dump_vars", optimizer)
     t = tool_or_single()
@@ -97,11 +113,31 @@ class _Output:
 
 
 def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) -> None:
-    """Reads what `dump` wrote, by any number of ranks. All ranks call it.
+    """Reads what `dump` wrote, by any number of ranks. All ranks call it. Eager only.
 
-    Rows of the same key are replaced, others stay. With an optimizer its states and its count of updates
-    come back too; where the dump has none, new rows get fresh ones. A damaged dump is refused before a row
-    changes. Eager only.
+    Rows of the same key are replaced, others stay. A damaged dump is refused before a row changes.
+
+    Args:
+        path: the directory.
+        load_vars: sok variables, or one of them; the dump has tables of their names.
+        optimizer: with it, its states and its count of updates come back too; where the dump has none, new
+            rows get fresh ones.
+
+    Raises:
+        embstore.CheckpointError: the dump is damaged, or lacks a variable.
+        ValueError: it does not fit a variable; on every rank.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf, tempfile
+        >>> sok.init()
+        >>> folder = tempfile.mkdtemp() + "/weights"
+        >>> table = sok.DynamicVariable(dimension=2, name="user")
+        >>> count = sok.assign(table, tf.constant([7], tf.int64), tf.ones([1, 2]))
+        >>> sok.dump(folder, table)
+        >>> other = sok.DynamicVariable(dimension=2, name="user")
+        >>> sok.load(folder, other)
+        >>> sok.export(other)[0].numpy().tolist()
+        [7]
     """
     variables, optimizer = _arguments("sok.load", load_vars, "load_vars", optimizer)
     tables: list[TableReader] = []
@@ -133,9 +169,27 @@ def incremental_model_dump(
 ) -> tuple[list[Any], list[Any]]:
     """Keys and rows of all ranks that were looked up, assigned or updated after a given time.
 
-    sok_vars        dynamic variables
-    time_threshold  a datetime with a time zone, or one for each variable
-    Returns (keys, values): numpy arrays for each variable, sorted by key.
+    Args:
+        sok_vars: dynamic variables.
+        time_threshold: a datetime with a time zone, or one for each variable.
+        sess: of TensorFlow 1; None otherwise.
+
+    Returns:
+        (keys, values): for each variable numpy arrays, sorted by key.
+
+    Raises:
+        ValueError: a variable is not dynamic, or a time has no time zone.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> from datetime import datetime, timezone
+        >>> sok.init()
+        >>> before = datetime.now(timezone.utc)
+        >>> table = sok.DynamicVariable(dimension=2)
+        >>> count = sok.assign(table, tf.constant([7], tf.int64), tf.ones([1, 2]))
+        >>> keys, values = sok.incremental_model_dump([table], before)
+        >>> keys[0].tolist()
+        [7]
     """
     variables = list(sok_vars) if isinstance(sok_vars, (list, tuple)) else [sok_vars]
     many = isinstance(time_threshold, (list, tuple))

@@ -123,18 +123,37 @@ def _unsupported(name: str) -> Any:
 class DynamicVariable(ResourceVariable):
     """Rows for any keys, inserted when a key is first looked up.
 
-    dimension     components of a row, any positive integer
-    initializer   "normal", "uniform", "random", "ones", "zeros", "", a number as text, or a Keras initializer
-    var_type      "hybrid" (the default) evicts the least recently used rows beyond max_capacity,
-                  "hbm" grows without bound
-    key_type      tf.int64, or for "hbm" also tf.int32
-    dtype         tf.float32
-    mode          None: key % n is the rank of a key; "localized:<rank>": all are on that rank
-    further       of a hybrid variable: init_capacity and max_capacity (rows of a rank, rounded up to
-                  powers of two), max_load_factor, max_bucket_size, evict_strategy ("kLru" or "kLfu"),
-                  filter_ratio; with "kLfu" also half_life and admission="frequency", and for keys without a
-                  row of their own shared_rows (see embstore.TableOptions);
-                  max_hbm_for_vectors, block_size, device_id and io_by_cpu have no effect
+    A hybrid variable also takes, by name: init_capacity and max_capacity (rows of a rank, rounded up to
+    powers of two), max_load_factor, max_bucket_size, evict_strategy ("kLru" or "kLfu"), filter_ratio; with
+    "kLfu" half_life and admission="frequency", and for keys without a row of their own shared_rows (see
+    embstore.TableOptions). max_hbm_for_vectors, block_size, device_id and io_by_cpu have no effect.
+
+    Args:
+        dimension: components of a row, any positive integer.
+        initializer: "normal", "uniform", "random", "ones", "zeros", "", a number as text, or a Keras
+            initializer.
+        var_type: "hybrid" (the default) evicts the least recently used rows beyond max_capacity, "hbm" grows
+            without bound.
+        name: of the table in dumps.
+        constraint: None.
+        trainable: whether gradient tapes watch it.
+        key_type: tf.int64, or for "hbm" also tf.int32.
+        dtype: tf.float32.
+        mode: None: key % n is the rank of a key; "localized:<rank>": all are on that rank.
+
+    Raises:
+        ValueError: an option is out of range or unknown; the message names it.
+        NotImplementedError: a dtype, a key_type or a constraint that is not supported.
+        RuntimeError: `sok.init` was not called.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2, initializer="ones", max_capacity=1024)
+        >>> sok.lookup_sparse(table, tf.ragged.constant([[7, -1]]), combiners="mean").numpy().tolist()
+        [[1.0, 1.0]]
+        >>> table.size.numpy().tolist()
+        [2, 2]
     """
 
     def __init__(

@@ -19,9 +19,25 @@ from sparse_operation_kit.static import StaticVariable
 
 @unconverted
 def export(var: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Keys (n) and rows (n, dimension) of a variable on this rank, sorted by key.
+    """Keys and rows of a variable on this rank, sorted by key. Eager only.
 
-    Also takes a slot of an optimizer (`OptimizerWrapper.get_slot`) of a dynamic variable. Eager only.
+    Args:
+        var: a sok variable, or a slot of an optimizer (`OptimizerWrapper.get_slot`) of a dynamic one.
+
+    Returns:
+        Keys (n) and rows (n, dimension).
+
+    Raises:
+        TypeError: var is something else.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2)
+        >>> count = sok.assign(table, tf.constant([7, -1], tf.int64), tf.constant([[1.0, 2], [3, 4]]))
+        >>> keys, rows = sok.export(table)
+        >>> keys.numpy().tolist(), rows.numpy().tolist()
+        ([-1, 7], [[3.0, 4.0], [1.0, 2.0]])
     """
     bridge.require_eager("sok.export")
     if isinstance(var, DynamicVariable):
@@ -36,10 +52,26 @@ def export(var: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 @unconverted
 def assign(var: Any, indices: Any, values: Any) -> tf.Tensor:
-    """Sets the rows of these keys on this rank; a dynamic variable inserts missing keys.
+    """Sets the rows of keys on this rank; a dynamic variable inserts missing ones.
 
-    A static variable is assigned by the numbers of rows in the whole table, all of which must be here.
-    Returns the number of keys.
+    Args:
+        var: a sok variable.
+        indices: keys (n); of a static variable the numbers of rows in the whole table, all of them here.
+        values: rows (n, dimension).
+
+    Returns:
+        The number of keys.
+
+    Raises:
+        TypeError: var is no sok variable.
+        ValueError: shapes do not fit, or a row of a static variable is on another rank.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2)
+        >>> int(sok.assign(table, tf.constant([7, -1], tf.int64), tf.ones([2, 2])))
+        2
     """
     if not isinstance(var, (DynamicVariable, StaticVariable)):
         raise TypeError(f"var should be a sok variable but is: {type(var).__name__}")
@@ -72,7 +104,21 @@ def assign(var: Any, indices: Any, values: Any) -> tf.Tensor:
 
 
 def filter_variables(vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """(sok variables, all others), each in order."""
+    """Separates sok variables from all others.
+
+    Args:
+        vars: variables of any kind.
+
+    Returns:
+        (sok variables, all others), each in order.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> rows, dense = sok.filter_variables([tf.Variable(1.0), sok.DynamicVariable(dimension=2)])
+        >>> len(rows), len(dense)
+        (1, 1)
+    """
     ours, others = [], []
     for variable in vars:
         (ours if isinstance(variable, (DynamicVariable, StaticVariable)) else others).append(variable)

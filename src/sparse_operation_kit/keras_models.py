@@ -14,8 +14,19 @@ def trainable_variables(layer_or_model: Any) -> list[Any]:
 
     Looks into attributes, lists, tuples, dicts and sublayers.
 
-        rows = sok.trainable_variables(model)
-        of_rows = tape.gradient(loss, rows)
+    Args:
+        layer_or_model: a Keras layer or model, or a tf.Module.
+
+    Returns:
+        A list, for `tape.gradient` and `OptimizerWrapper.apply_gradients`.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> model = tf.Module()
+        >>> model.towers = {"user": sok.DynamicVariable(dimension=2), "bias": tf.Variable(0.0)}
+        >>> len(sok.trainable_variables(model))
+        1
     """
     found = {id(v): v for v in _walk(layer_or_model, set(), top=True)}
     return [v for v in found.values() if v.trainable]

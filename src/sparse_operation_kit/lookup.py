@@ -37,14 +37,28 @@ def lookup_sparse(
 ) -> Any:
     """Looks up and pools the rows of one or several variables, in one pass for all.
 
-    params      sok variables, or one of them
-    sp_ids      for each a tf.SparseTensor or tf.RaggedTensor (samples, keys of the sample)
-    sp_weights  for each the same with the weights of the keys, or None
-    combiners   for each "sum" or "mean" (the default); a sample without keys gives zeros
-    use_low_frequency_filter   admits a new key with the variable's filter_ratio only; others read zeros
-    training    False only reads: missing keys of dynamic variables read zeros and are not inserted
+    Args:
+        params: sok variables, or one of them.
+        sp_ids: for each a tf.SparseTensor or tf.RaggedTensor (samples, keys of the sample).
+        sp_weights: for each the same with the weights of the keys, or None.
+        combiners: for each "sum" or "mean" (the default); a sample without keys gives zeros.
+        use_low_frequency_filter: admits a new key with the variable's filter_ratio only; others read zeros.
+        training: False only reads: missing keys of dynamic variables read zeros and are not inserted.
 
-    Returns a list of (samples, dimension), or one where sp_ids is not a list.
+    Returns:
+        A list of (samples, dimension), or one where sp_ids is not a list.
+
+    Raises:
+        ValueError: arguments are of different lengths, a combiner is another one, or keys of a static
+            variable are out of range; on every rank.
+        RuntimeError: `sok.init` was not called.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2, initializer="ones")
+        >>> sok.lookup_sparse(table, tf.ragged.constant([[7, -1], [7]]), combiners="sum").numpy().tolist()
+        [[2.0, 2.0], [1.0, 1.0]]
     """
     single = not isinstance(sp_ids, (list, tuple))
     variables = list(params) if isinstance(params, (list, tuple)) else [params]
@@ -97,7 +111,26 @@ def lookup_sparse(
 
 @unconverted
 def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
-    """indices.shape + (dimension,): a row for each key, from whichever rank has it."""
+    """A row for each key, from whichever rank has it.
+
+    Args:
+        param: a sok variable.
+        indices: keys of any shape.
+
+    Returns:
+        indices.shape + (dimension,).
+
+    Raises:
+        ValueError: param is no sok variable, or keys of a static variable are out of range.
+        RuntimeError: `sok.init` was not called.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2, initializer="ones")
+        >>> sok.all2all_dense_embedding(table, tf.constant([[7, -1]], tf.int64)).shape
+        TensorShape([1, 2, 2])
+    """
     _require_variable(param)
     if isinstance(param, ServedVariable):
         return read_served([param], [as_keys(indices, "indices")])[0]
@@ -114,8 +147,26 @@ def all2all_dense_embedding(param: Any, indices: Any) -> tf.Tensor:
 def sparse_read_and_evict(var: DynamicVariable, indices: Any, name: str | None = None) -> Any:
     """Rows of the keys on this rank, and the keys and rows that were evicted to make room.
 
-    Returns (embeddings, evicted_keys, evicted_values). Takes a hybrid DynamicVariable. The embeddings have a
-    gradient, as those of a lookup; what was evicted has none.
+    The embeddings have a gradient, as those of a lookup; what was evicted has none.
+
+    Args:
+        var: a hybrid DynamicVariable.
+        indices: keys (n).
+        name: of the operation; no effect.
+
+    Returns:
+        (embeddings, evicted_keys, evicted_values).
+
+    Raises:
+        TypeError: var is something else.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2, initializer="ones")
+        >>> rows, keys, values = sok.sparse_read_and_evict(table, tf.constant([7, 8], tf.int64))
+        >>> rows.numpy().tolist(), keys.numpy().tolist()
+        ([[1.0, 1.0], [1.0, 1.0]], [])
     """
     if not isinstance(var, DynamicVariable) or var.backend_type != "hybrid":
         raise TypeError(f"var should be a hybrid DynamicVariable but is: {var!r}")

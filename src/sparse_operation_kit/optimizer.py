@@ -268,11 +268,30 @@ def _step(
 
 
 class OptimizerWrapper(RowOptimizer):
-    """Wraps an optimizer of Keras 3, tf_keras (new or legacy) or tf.compat.v1.train: SGD, with momentum,
-    Adagrad, Adam, Adamax, Adadelta or Ftrl.
+    """Trains sok variables with the rule of a TensorFlow optimizer.
 
     Its learning rate, a schedule too, is read at every update; other options are read when it is wrapped.
     Variables that are not of sok are handed to the optimizer itself.
+
+    Args:
+        optimizer: of Keras 3, tf_keras (new or legacy) or tf.compat.v1.train: SGD, with momentum, Adagrad,
+            Adam, Adamax, Adadelta or Ftrl.
+
+    Raises:
+        NotImplementedError: it is another one, or has an option that rows cannot follow; the message names
+            it.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf, tf_keras
+        >>> sok.init()
+        >>> table = sok.DynamicVariable(dimension=2, initializer="ones")
+        >>> optimizer = sok.OptimizerWrapper(tf_keras.optimizers.SGD(0.5))
+        >>> ids = tf.ragged.constant([[7]])
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_sum(sok.lookup_sparse(table, ids))
+        >>> step = optimizer.apply_gradients(zip(tape.gradient(loss, [table]), [table]))
+        >>> sok.lookup_sparse(table, ids).numpy().tolist()
+        [[0.5, 0.5]]
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -311,7 +330,18 @@ class OptimizerWrapper(RowOptimizer):
 
 
 class SGD(RowOptimizer):
-    """w -= lr * g on touched rows, without a Keras object; `lr` may be changed at any time."""
+    """w -= lr * g on touched rows, without a Keras object.
+
+    Args:
+        lr: learning rate; may be changed at any time.
+
+    Raises:
+        TypeError: at an update, for variables that are not of sok.
+
+    Examples:
+        >>> import sparse_operation_kit as sok
+        >>> optimizer = sok.SGD(lr=0.1)
+    """
 
     def __init__(self, lr: float) -> None:
         self.lr = lr

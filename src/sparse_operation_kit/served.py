@@ -21,11 +21,27 @@ from sparse_operation_kit.dynamic import DynamicVariable
 class ServedVariable:
     """The rows of a table of a reader, for lookups alone. A key without a row reads zeros.
 
-    reader  an embstore.serving.Reader
-    name    of the table, with its collection ("model/user") where another has the same name
-
     `sok.lookup_sparse` and `sok.all2all_dense_embedding` take it, whatever `training` says and without
     `sok.init`.
+
+    Args:
+        reader: an embstore.serving.Reader.
+        name: of the table, with its collection ("model/user") where another has the same name.
+
+    Raises:
+        KeyError: the reader has no such table.
+
+    Examples:
+        >>> import embstore, sparse_operation_kit as sok, tempfile, tensorflow as tf
+        >>> from embstore.serving import Reader
+        >>> table = embstore.Table("user", dim=2)
+        >>> table.insert_or_assign([7], [[1, 2]])
+        >>> folder = tempfile.mkdtemp() + "/dump"
+        >>> embstore.dump(folder, {"model": {"user": table}})
+        >>> with Reader(folder) as reader:
+        ...     rows = sok.ServedVariable(reader, "user")
+        ...     print(sok.lookup_sparse(rows, tf.ragged.constant([[7, 8]]), combiners="sum").numpy().tolist())
+        [[1.0, 2.0]]
     """
 
     def __init__(self, reader: Reader, name: str) -> None:
@@ -84,15 +100,34 @@ def pool_served(
 def serving_model(
     model: Any, source: str | os.PathLike[str] | Reader, *, collection: str | None = None, **options: Any
 ) -> Any:
-    """Puts a `ServedVariable` in the place of each DynamicVariable of a layer, a Keras model or a tf.Module,
-    and returns it. Static variables stay.
+    """Puts a `ServedVariable` in the place of each DynamicVariable of a model. Static variables stay.
 
-    source      the folder (or URL) of a dump or an increment log, or a Reader
-    collection  of the tables; needed where several have tables of one name
-    options     for the Reader, such as dtype="int8"
+    The model itself is changed: call it in the process that serves.
 
-    The model itself is changed: call it in the process that serves. Raises ValueError when it has no
-    DynamicVariable, KeyError when the source lacks one; then nothing has changed.
+    Args:
+        model: a layer, a Keras model or a tf.Module.
+        source: the folder (or URL) of a dump or an increment log, or a Reader.
+        collection: of the tables; needed where several have tables of one name.
+        **options: for the Reader, such as dtype="int8".
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: it has no DynamicVariable.
+        KeyError: the source lacks one; then nothing has changed.
+
+    Examples:
+        >>> import embstore, sparse_operation_kit as sok, tempfile, tensorflow as tf
+        >>> sok.init()
+        >>> model = tf.Module()
+        >>> model.rows = sok.DynamicVariable(dimension=2, name="user", initializer="ones")
+        >>> vectors = sok.lookup_sparse(model.rows, tf.ragged.constant([[7]]))
+        >>> folder = tempfile.mkdtemp() + "/dump"
+        >>> embstore.dump(folder, {"sok": {model.rows.name: model.rows.table}})
+        >>> served = sok.serving_model(model, folder)
+        >>> sok.lookup_sparse(served.rows, tf.ragged.constant([[7]])).numpy().tolist()
+        [[1.0, 1.0]]
     """
     reader = source if isinstance(source, Reader) else Reader(source, **options)
     served: dict[int, ServedVariable] = {}

@@ -180,14 +180,42 @@ class StaticVariable(ResourceVariable):
 
 
 class DistributedVariable(StaticVariable):
-    """Row i is on rank i % n; see `Variable`."""
+    """A table of a fixed number of rows; row i is on rank i % n. `Variable` makes one.
+
+    Args:
+        num_gpus: over how many parts the rows are spread. None: the number of ranks.
+
+    Raises:
+        ValueError: there is neither an initial value, nor shape and initializer.
+        RuntimeError: `sok.init` was not called.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.DistributedVariable(tf.ones([29, 2]))
+        >>> table.global_shape
+        TensorShape([29, 2])
+    """
 
     def __init__(self, *args: Any, num_gpus: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, size=num_gpus, **kwargs)
 
 
 class LocalizedVariable(StaticVariable):
-    """All rows are on one rank; see `Variable`."""
+    """A table of a fixed number of rows, all on one rank. `Variable` makes one.
+
+    Args:
+        target_gpu: the rank.
+
+    Raises:
+        ValueError: there is neither an initial value, nor shape and initializer, or no such rank.
+        RuntimeError: `sok.init` was not called.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.LocalizedVariable(tf.ones([29, 2]), target_gpu=0)
+    """
 
     def __init__(self, *args: Any, target_gpu: int | None = None, **kwargs: Any) -> None:
         target = parse_mode(f"localized:{target_gpu}")
@@ -197,7 +225,22 @@ class LocalizedVariable(StaticVariable):
 def Variable(*args: Any, mode: str | None = None, **kwargs: Any) -> StaticVariable:
     """A table of a fixed number of rows. Takes what tf.Variable takes, or shape= and initializer=.
 
-    mode   None or "distributed": row i is on rank i % n. "localized:<rank>": all rows are on that rank
+    Args:
+        mode: None or "distributed": row i is on rank i % n. "localized:<rank>": all rows are on that rank.
+
+    Returns:
+        A `DistributedVariable` or a `LocalizedVariable`.
+
+    Raises:
+        ValueError: mode is another one, or there is neither an initial value, nor shape and initializer.
+        RuntimeError: `sok.init` was not called.
+
+    Examples:
+        >>> import sparse_operation_kit as sok, tensorflow as tf
+        >>> sok.init()
+        >>> table = sok.Variable(tf.ones([29, 2]), mode="localized:0")
+        >>> sok.lookup_sparse(table, tf.ragged.constant([[0, 28]]), combiners="sum").numpy().tolist()
+        [[2.0, 2.0]]
     """
     target = parse_mode(mode)
     if target < 0:

@@ -45,12 +45,16 @@ def wrap(
 ) -> Any:
     """Makes the tables of `module` a window on the store at `url`. All ranks call it together.
 
+    The rows of a batch stay where they are until it was trained and the next one was asked for; batches may
+    be taken ahead as far as the tables have room for them.
+
     Args:
         url: where rows are kept: `redis://…`, `memory://NAME`, `ssd:///path` or the type of a plug-in; or a
             function of (path, table name) that returns one.
         dataloader: any iterable of batches: a KeyedJaggedTensor, or tuples, lists, dicts, dataclasses and
             plain objects that hold some. Their ids become slots, in a copy of the same type; everything else
             is handed through.
+        module: a DistributedModelParallel that is not wrapped yet.
         configs_dict: path of a collection inside the model to the configs of its tables.
         data_info: which KeyedJaggedTensor of a batch belongs to which path: {place: path}, where a place is
             an index, a key, the name of a field, or a tuple of these that leads inwards. By default each
@@ -62,8 +66,22 @@ def wrap(
         num_prefetch: how many batches may be ready ahead, prepared by a thread. 0: prepared when asked for.
         return_module: return (loader, module) instead of the loader.
 
-    The rows of a batch stay where they are until it was trained and the next one was asked for; batches may
-    be taken ahead as far as the tables have room for them.
+    Returns:
+        A `DataLoader` whose batches hold slots in place of ids; every iteration is an epoch.
+
+    Raises:
+        ValueError: an argument is out of range, a path is no collection of the model, or it is wrapped
+            already.
+        ConnectionError: the store cannot be reached; also while batches are taken.
+        RuntimeError: while batches are taken, those in flight need more rows than a table has.
+
+    Examples:
+        >>> import torch, torchrec_dynamic_embedding as tde
+        >>> loader = tde.wrap("memory://ads", batches, model, {"emb": configs}, num_prefetch=2)
+        >>> for label, kjt in loader:
+        ...     loss = torch.nn.functional.mse_loss(model(kjt)[:, 0], label)
+        ...     loss.backward()
+        >>> tde.save(model)
     """
     if isinstance(num_prefetch, bool) or not isinstance(num_prefetch, int) or num_prefetch < 0:
         raise ValueError(f"num_prefetch should be an integer of at least 0 but is: {num_prefetch!r}")
@@ -96,6 +114,20 @@ def save(module: DistributedModelParallel) -> None:
     """Pushes every row that changed since the last save. All ranks call it together, between two steps.
 
     There is no load: a model that is wrapped with the same url finds its rows there.
+
+    Args:
+        module: a model that `wrap` has wrapped.
+
+    Raises:
+        ValueError: it is not wrapped.
+        ConnectionError: the store cannot be reached; what was not pushed stays to be pushed.
+
+    Examples:
+        >>> import torchrec_dynamic_embedding as tde
+        >>> loader = tde.wrap("memory://ads", batches, model, {"emb": configs})
+        >>> for label, kjt in loader:
+        ...     model(kjt).sum().backward()
+        >>> tde.save(model)
     """
     group = getattr(module, _GROUP, None)
     if group is None:

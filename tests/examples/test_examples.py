@@ -36,7 +36,7 @@ def test_an_example_has_fewer_than_100_lines_and_a_line_in_the_list():
 
 
 @pytest.mark.multirank
-def test_two_towers_beat_the_most_popular_films():
+def test_two_towers_beat_the_most_popular_films_after_the_epoch_that_the_validation_chose():
     try:
         movielens_data.fetch()
     except movielens_data.Unavailable as reason:
@@ -44,6 +44,8 @@ def test_two_towers_beat_the_most_popular_films():
     output = example("-m", "examples.two_tower", "--epochs", 2)
     losses = numbers(r"loss ([\d.]+)", output)
     assert losses[-1] < losses[0]
+    found, chosen = numbers(r"recall (0[\d.]+)", output), numbers(r"after epoch (\d+)", output)
+    assert len(found) == 2 and chosen == [1 + found.index(max(found))]
     towers, popular = numbers(r"(?:two towers|most popular) +([\d.]+)", output)
     assert towers > popular
 

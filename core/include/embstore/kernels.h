@@ -56,10 +56,11 @@ inline constexpr int64_t kLine = 64;  // bytes of a cache line
 struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"
 
-  // slots[i] and rows[i] = slot and row of keys[i], or kNoSlot and kMissingRow. Renews the scores
-  // of the keys it finds. slots may be null.
-  void (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
-               ScoreUpdate update, uint64_t score);
+  // slots[i] and rows[i] = slot and row of keys[i], or kNoSlot and kMissingRow; returns how many
+  // are missing. Renews the scores of the keys it finds. slots may be null. alone: no other thread
+  // renews scores of this index meanwhile.
+  int64_t (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
+                  ScoreUpdate update, uint64_t score, bool alone);
 
   // out row i = row numbers[i] (converted), zeros for kMissingRow, extra[j] for ExtraRow(j).
   void (*gather)(const RowsView& rows, const Row* numbers, int64_t n, const float* extra, void* out,

@@ -16,6 +16,9 @@ namespace embstore {
 void SetNumThreads(int threads);  // throws InvalidArgument unless 1 <= threads <= 1024
 int NumThreads();
 
+// Whether no other thread takes part in the ParallelFor that this thread is in, if it is in one.
+bool RunsAlone();
+
 namespace internal {
 using TaskFunction = void (*)(void* context, int64_t task);
 void RunTasks(int64_t tasks, TaskFunction function, void* context);

@@ -22,21 +22,32 @@ namespace embstore {
 // What a hit does to the score of its key.
 enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2, kAge = 3 };
 
-// Threads may renew the same score together.
-inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score) {
+// Threads may renew the same score together, unless they say that they are alone, which is cheaper.
+inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score, bool alone = false) {
   std::atomic_ref<uint64_t> stored(of_key);
-  // Frequent keys are read by many and need the write once.
-  if (update == ScoreUpdate::kSet && stored.load(std::memory_order_relaxed) != score) {
-    stored.store(score, std::memory_order_relaxed);
+  if (update == ScoreUpdate::kSet) {
+    // Frequent keys are read by many threads and need the write once. Other occurrences write
+    // elsewhere, because a branch on which one is the first would be mispredicted.
+    uint64_t elsewhere;
+    uint64_t* target = stored.load(std::memory_order_relaxed) == score ? &elsewhere : &of_key;
+    asm("" : "+r"(target));  // else compilers make it a branch again
+    std::atomic_ref<uint64_t>(*target).store(score, std::memory_order_relaxed);
   }
   if (update == ScoreUpdate::kAge) {
     uint64_t seen = stored.load(std::memory_order_relaxed);
+    if (alone) {
+      stored.store(AddAged(seen, score), std::memory_order_relaxed);
+      return;
+    }
     while (!stored.compare_exchange_weak(seen, AddAged(seen, score), std::memory_order_relaxed)) {
     }
   }
   if (update != ScoreUpdate::kCount) return;
   // The largest count stays: one more would be 0, which says that the slot is free.
-  if (stored.fetch_add(1, std::memory_order_relaxed) == UINT64_MAX) [[unlikely]] {
+  if (alone) {
+    const uint64_t seen = stored.load(std::memory_order_relaxed);
+    stored.store(seen + (seen != UINT64_MAX), std::memory_order_relaxed);
+  } else if (stored.fetch_add(1, std::memory_order_relaxed) == UINT64_MAX) [[unlikely]] {
     stored.store(UINT64_MAX, std::memory_order_relaxed);
   }
 }

@@ -241,8 +241,8 @@ class Table : public std::enable_shared_from_this<Table> {
   // Finds the keys on several threads and renews the scores of those it finds, after announcing
   // them to watchers.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
-  // The same on this thread only.
-  void FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
+  // The same on this thread only. Returns how many are missing.
+  int64_t FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score);
   void RequireScore() const { clock_.RequireScore(); }
   MissSampler* miss_sampler() { return miss_sampler_.get(); }  // or null
   // Erases what has outlived options().ttl, from time to time. `now` is the score of the batch.

@@ -26,8 +26,15 @@ from dynamicemb.options import DynamicEmbTableOptions
 class DynamicEmbParameterConstraints(ParameterConstraints):
     """TorchRec's constraints of a table, and whether it is dynamic. This is the one place to say so.
 
-    use_dynamicemb      True makes the table dynamic
-    dynamicemb_options  its options; each instance has its own
+    Args:
+        use_dynamicemb: True makes the table dynamic.
+        dynamicemb_options: its options; each instance has its own.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbTableOptions
+        >>> from dynamicemb.planner import DynamicEmbParameterConstraints
+        >>> options = DynamicEmbTableOptions(init_capacity=1024)
+        >>> constraint = DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=options)
     """
 
     use_dynamicemb: bool | None = False
@@ -41,7 +48,20 @@ def is_dynamic(constraint: ParameterConstraints | None) -> bool:
 
 
 class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, which passes dynamic tables by: they have one option, that costs nothing."""
+    """TorchRec's enumerator; a dynamic table has one sharding option, that costs nothing.
+
+    Args:
+        topology: of the ranks.
+        batch_size: samples of a batch on a rank.
+        constraints: by table.
+        estimator: of static tables; None is TorchRec's own.
+
+    Examples:
+        >>> from dynamicemb.planner import DynamicEmbeddingEnumerator, DynamicEmbParameterConstraints
+        >>> from torchrec.distributed.planner import Topology
+        >>> constraints = {"user": DynamicEmbParameterConstraints(use_dynamicemb=True)}
+        >>> enumerator = DynamicEmbeddingEnumerator(Topology(2, "cpu"), constraints=constraints)
+    """
 
     def __init__(
         self,

@@ -89,13 +89,34 @@ def _checked(
 class DynamicEmbeddingShardingPlanner:
     """TorchRec's planner for static tables; dynamic ones are row-wise over all ranks.
 
-    eb_configs   the configs of every table of the model. They are read, never changed
-    topology     None: one node, on the CPU where there is no GPU
-    constraints  one entry for every table, static ones too
-    The other parameters are those of TorchRec's EmbeddingShardingPlanner.
-
     A rank may hold max(next power of two of num_embeddings / world, bucket_capacity) rows of a dynamic
     table: `planned` shows it. TorchRec's memory budget does not count dynamic tables.
+
+    Args:
+        eb_configs: the configs of every table of the model. They are read, never changed.
+        topology: of the ranks. None: one node, on the CPU where there is no GPU.
+        batch_size: samples of a batch on a rank; this and what follows is for TorchRec's planner.
+        enumerator: None is `DynamicEmbeddingEnumerator`.
+        storage_reservation: None is TorchRec's own.
+        proposer: None is TorchRec's own.
+        partitioner: None is TorchRec's own.
+        performance_model: None is TorchRec's own.
+        stats: None is TorchRec's own.
+        constraints: one entry for every table, static ones too.
+        debug: let TorchRec log its choice.
+
+    Raises:
+        ValueError: constraints and eb_configs do not name the same tables, or an option of a table is out of
+            range; the message names it.
+
+    Examples:
+        >>> from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> config = EmbeddingBagConfig(name="user", embedding_dim=8, num_embeddings=1000)
+        >>> constraints = {"user": DynamicEmbParameterConstraints(use_dynamicemb=True)}
+        >>> planner = DynamicEmbeddingShardingPlanner([config], constraints=constraints)
+        >>> planner.planned["user"].max_capacity
+        1024
     """
 
     def __init__(
@@ -162,8 +183,17 @@ class DynamicEmbeddingShardingPlanner:
         sharders: list[ModuleSharder[nn.Module]],
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """The plan of the model, made by rank 0. All ranks raise when they disagree about a table, or when no
-        plan is found."""
+        """The plan of the model, made by rank 0. All ranks call it.
+
+        Args:
+            module: the model.
+            sharders: those that DistributedModelParallel gets.
+            pg: the ranks. None: all.
+
+        Raises:
+            ValueError: ranks disagree about a table, or the topology has another number of ranks; on every
+                rank.
+        """
         ranks = ranks_of(pg, "collective_plan()", purpose=None)
 
         def check() -> dict[str, str]:
@@ -178,7 +208,12 @@ class DynamicEmbeddingShardingPlanner:
         return self._with_dynamic(module, ranks.lead(lambda: self._planner.plan(module, sharders)))
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """The plan of the model, without asking other ranks."""
+        """The plan of the model, without asking other ranks.
+
+        Args:
+            module: the model.
+            sharders: those that DistributedModelParallel gets.
+        """
         return self._with_dynamic(module, self._planner.plan(module, sharders))
 
     def _description(self) -> dict[str, str]:

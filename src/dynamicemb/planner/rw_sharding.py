@@ -31,10 +31,19 @@ class _NotForTorchRec(str):
 class DynamicEmbParameterSharding(ParameterSharding):
     """The plan of a dynamic table: row-wise over all ranks.
 
-    customized_compute_kernel  "DynamicEmb"
-    dist_type                  as in the options
-    dynamicemb_options         of the table; what is open is completed when the module is sharded
-    num_embeddings             what the user asked for, before rounding; 0 in plans that are not our planner's
+    Args:
+        compute_kernel: "customized_kernel".
+        customized_compute_kernel: "DynamicEmb".
+        dist_type: as in the options.
+        dynamicemb_options: of the table; what is open is completed when the module is sharded.
+        num_embeddings: what the user asked for, before rounding; 0 in plans that are not our planner's.
+
+    Raises:
+        ValueError: the kernel is another one, or dist_type differs from that of the options.
+
+    Examples:
+        >>> from dynamicemb.planner import DynamicEmbParameterSharding
+        >>> plan = DynamicEmbParameterSharding(sharding_type="row_wise", num_embeddings=1000)
     """
 
     compute_kernel: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -69,7 +78,17 @@ class DynamicEmbParameterSharding(ParameterSharding):
 
 
 def describe(options: DynamicEmbTableOptions) -> str:
-    """All options in a line, for comparing ranks: `==` compares only what groups tables."""
+    """All options in a line, for comparing ranks: `==` compares only what groups tables.
+
+    Args:
+        options: of a table.
+
+    Examples:
+        >>> from dynamicemb import DynamicEmbTableOptions
+        >>> from dynamicemb.planner import describe
+        >>> "dist_type='roundrobin'" in describe(DynamicEmbTableOptions())
+        True
+    """
     # A device belongs to a rank, and so does the store that a function makes.
     own = ("device_id", "external_storage")
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in own}

@@ -23,8 +23,22 @@ from embstore.serving.models import ServedTables
 
 
 class DynamicEmbeddingCollectionContext(EmbeddingCollectionContext):
-    """TorchRec's context of a batch. `frequency_counters` is for clients that set it: ids are counted where
-    their table is. A client may replace `__init__`, so nothing here needs it to have run."""
+    """TorchRec's context of a batch.
+
+    A client may replace `__init__`, so nothing here needs it to have run.
+
+    Args:
+        sharding_contexts: as in TorchRec; so are the next three.
+        input_features: as in TorchRec.
+        reverse_indices: as in TorchRec.
+        seq_vbe_ctx: as in TorchRec.
+        frequency_counters: for clients that set it; ids are counted where their table is.
+
+    Examples:
+        >>> from dynamicemb.shard import DynamicEmbeddingCollectionContext
+        >>> DynamicEmbeddingCollectionContext().frequency_counters
+        []
+    """
 
     def __init__(
         self,
@@ -45,7 +59,20 @@ def _without_samples(answer: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]
 
 
 class ShardedDynamicEmbeddingCollection(DynamicCollection, ShardedEmbeddingCollection):
-    """A sharded EmbeddingCollection; its dynamic tables are in `dynamic_tables`."""
+    """A sharded EmbeddingCollection, made by `DynamicEmbeddingCollectionSharder`.
+
+    Its dynamic tables are in `dynamic_tables`, by name.
+
+    Args:
+        use_index_dedup: keys of a table travel once for each batch.
+        score_strategy: no effect: the options of each table decide.
+        has_admit_strategy: no effect: the options of each table decide.
+
+    Examples:
+        >>> from dynamicemb.shard import ShardedDynamicEmbeddingCollection
+        >>> [m for m in model.modules() if isinstance(m, ShardedDynamicEmbeddingCollection)]  # it has bags
+        []
+    """
 
     _table_attribute = "embeddings"
 
@@ -130,7 +157,15 @@ class ShardedDynamicEmbeddingCollection(DynamicCollection, ShardedEmbeddingColle
 class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """TorchRec's EmbeddingCollectionSharder, for collections whose tables may be dynamic.
 
-    use_index_dedup  keys of a table travel once for each batch; the result is the same
+    Its arguments are TorchRec's; fused_params choose the optimizer: EXACT_SGD, ADAM, EXACT_ADAGRAD or
+    EXACT_ROWWISE_ADAGRAD. Another one raises ValueError when the model is sharded. With use_index_dedup keys
+    of a table travel once for each batch; the result is the same.
+
+    Examples:
+        >>> from dynamicemb import EmbOptimType
+        >>> from dynamicemb.shard import DynamicEmbeddingCollectionSharder
+        >>> fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+        >>> sharder = DynamicEmbeddingCollectionSharder(fused_params=fused, use_index_dedup=True)
     """
 
     def shard(

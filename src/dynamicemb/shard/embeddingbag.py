@@ -24,7 +24,16 @@ from embstore.serving.models import ServedTables
 
 
 class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBagCollection):
-    """A sharded EmbeddingBagCollection; its dynamic tables are in `dynamic_tables`."""
+    """A sharded EmbeddingBagCollection, made by `DynamicEmbeddingBagCollectionSharder`.
+
+    Its dynamic tables are in `dynamic_tables`, by name.
+
+    Examples:
+        >>> from dynamicemb.shard import ShardedDynamicEmbeddingBagCollection
+        >>> bags = [m for m in model.modules() if isinstance(m, ShardedDynamicEmbeddingBagCollection)]
+        >>> list(bags[0].dynamic_tables)
+        ['user']
+    """
 
     _table_attribute = "embedding_bags"
 
@@ -127,7 +136,17 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
 
 
 class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's EmbeddingBagCollectionSharder, for collections whose tables may be dynamic."""
+    """TorchRec's EmbeddingBagCollectionSharder, for collections whose tables may be dynamic.
+
+    Its arguments are TorchRec's; fused_params choose the optimizer: EXACT_SGD, ADAM, EXACT_ADAGRAD or
+    EXACT_ROWWISE_ADAGRAD. Another one raises ValueError when the model is sharded.
+
+    Examples:
+        >>> from dynamicemb import EmbOptimType
+        >>> from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
+        >>> fused = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}
+        >>> sharder = DynamicEmbeddingBagCollectionSharder(fused_params=fused)
+    """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec offers row-wise bags for GPUs only, though they run on the CPU too."""
