@@ -76,6 +76,7 @@ nb::tuple FindVectors(const ServedTable& table,
 
 void BindServing(nb::module_& m) {
   nb::class_<MappedFile>(m, "MappedFile", "A file as read-only memory that processes share.")
+      .def(nb::init<int, int64_t>(), "fd"_a, "bytes"_a)
       .def(nb::init<const std::string&, int64_t>(), "path"_a, "bytes"_a)
       .def_prop_ro("address",
                    [](const MappedFile& file) { return reinterpret_cast<uintptr_t>(file.data()); })

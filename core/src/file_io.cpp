@@ -50,7 +50,7 @@ int64_t FileBytes(int fd) {
 }
 
 void WriteFile(const std::string& path, const void* data, size_t bytes) {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0644);
   if (fd < 0) ThrowIo("creating " + path);
   const Closer closer{fd};
   WriteWhole(fd, data, bytes, 0, path);
@@ -59,8 +59,8 @@ void WriteFile(const std::string& path, const void* data, size_t bytes) {
 
 int OpenRegular(const std::string& path, int flags) {
   // O_NONBLOCK: without it, opening a FIFO waits for its other end.
-  const int fd = open(path.c_str(), flags | O_NONBLOCK | O_CLOEXEC, 0644);
-  if (fd < 0 && errno != EISDIR && errno != ENXIO) return -1;
+  const int fd = open(path.c_str(), flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0644);
+  if (fd < 0 && errno != EISDIR && errno != ENXIO && errno != ELOOP) return -1;
   struct stat status;
   if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
     if (fd >= 0) close(fd);

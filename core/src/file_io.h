@@ -15,9 +15,9 @@ void WriteWhole(int fd, const void* data, size_t bytes, int64_t offset, const st
 void ReadWholeAt(int fd, void* data, size_t bytes, int64_t offset, const std::string& path);
 int64_t FileBytes(int fd);
 // Opens a regular file; on failure returns -1 with errno set. Throws InvalidState for anything
-// else: a FIFO would block, a device may have no end.
+// else: a FIFO would block, a device may have no end, a link may lead to a file that is not ours.
 int OpenRegular(const std::string& path, int flags);
-// Writes a new file and fsyncs it.
+// Writes a new file and fsyncs it; follows no link.
 void WriteFile(const std::string& path, const void* data, size_t bytes);
 // The whole file; throws InvalidState when it has more than max_bytes.
 std::string ReadFile(const std::string& path, int64_t max_bytes);

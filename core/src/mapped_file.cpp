@@ -26,11 +26,18 @@ namespace {
 
 MappedFile::MappedFile(const std::string& path, int64_t bytes) {
   // O_NONBLOCK: opening a FIFO must not wait for its writer.
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const int fd = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0 && errno == ELOOP) throw InvalidArgument(path + ": is a link");
   if (fd < 0) Fail(path, "be opened");
   const Closer file{fd};
+  Map(fd, path, bytes);
+}
+
+MappedFile::MappedFile(int fd, int64_t bytes) { Map(fd, "file in memory", bytes); }
+
+void MappedFile::Map(int fd, const std::string& path, int64_t bytes) {
   struct stat facts;
-  if (fstat(file.fd, &facts) != 0) Fail(path, "be examined");
+  if (fstat(fd, &facts) != 0) Fail(path, "be examined");
   if (!S_ISREG(facts.st_mode)) throw InvalidArgument(path + ": is not a regular file");
   if (bytes >= 0 && facts.st_size != bytes) {
     throw InvalidArgument(path + ": expected " + std::to_string(bytes) + " bytes, found " +
@@ -38,7 +45,7 @@ MappedFile::MappedFile(const std::string& path, int64_t bytes) {
   }
   size_ = static_cast<size_t>(facts.st_size);
   if (size_ == 0) return;
-  void* data = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file.fd, 0);
+  void* data = mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) Fail(path, "be mapped");
   madvise(data, size_, MADV_RANDOM);  // lookups touch scattered rows: no read-ahead
   data_ = static_cast<const std::byte*>(data);

@@ -42,7 +42,7 @@ std::string Line(const std::string& name, size_t bytes, uint32_t checksum) {
 bool RemoveUnread(const std::string& folder) {
   const std::string list = folder + "/LIST";
   FileLock lock;
-  if (fs::is_regular_file(list)) {
+  if (fs::is_regular_file(fs::symlink_status(list))) {
     const int fd = OpenRegular(list, O_RDWR);
     if (fd < 0) ThrowIo("opening " + list);
     try {

@@ -152,7 +152,7 @@ void SsdFiles::CheckSizes(const SsdStoreOptions& options, const SsdLayout& layou
 void SsdFiles::LearnAlignment() {
   if (!direct_) return;
   const std::string trial = path_ + "/.direct";
-  const int fd = open(trial.c_str(), O_RDWR | O_CREAT | O_DIRECT | O_CLOEXEC, 0644);
+  const int fd = open(trial.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_DIRECT | O_CLOEXEC, 0644);
   direct_ = false;
   if (fd < 0) {
     unlink(trial.c_str());

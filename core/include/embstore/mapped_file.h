@@ -14,9 +14,11 @@ namespace embstore {
 
 class MappedFile {
  public:
-  // Throws InvalidArgument when `path` is not a regular file of exactly `bytes` bytes (-1: any),
-  // and std::system_error when it cannot be opened or mapped.
+  // Throws InvalidArgument when `path` is a link or not a regular file of exactly `bytes` bytes
+  // (-1: any), and std::system_error when it cannot be opened or mapped.
   MappedFile(const std::string& path, int64_t bytes);
+  // An open file, whose descriptor stays the caller's.
+  MappedFile(int fd, int64_t bytes);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -28,6 +30,8 @@ class MappedFile {
   uint32_t Checksum() const;
 
  private:
+  void Map(int fd, const std::string& path, int64_t bytes);
+
   const std::byte* data_ = nullptr;
   size_t size_ = 0;
 };

@@ -14,7 +14,7 @@ from typing import Any
 
 from embstore import _core
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.remote import Upload, is_remote
+from embstore.checkpoint.remote import Upload, is_remote, shown_url
 from embstore.checkpoint.sources import Counts, Source, table_source
 from embstore.checkpoint.writing import DumpJob, DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
@@ -132,17 +132,20 @@ class DumpHandle:
             self._pace.hurry()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
-            raise TimeoutError(f"the dump to {self.path} is not complete after {timeout_seconds} seconds")
+            raise TimeoutError(
+                f"the dump to {shown_url(self.path)} is not complete after {timeout_seconds} seconds"
+            )
 
     def failure(self) -> str:
         """What nobody has been told yet, or nothing."""
         if self._told or self._process != os.getpid():
             return ""
         if not self.done():
-            return f"the background dump to {self.path} is not complete and will not be published"
+            return f"the background dump to {shown_url(self.path)} is not complete and will not be published"
         if self._error is None:
             return ""
-        return f"the background dump to {self.path} failed: {type(self._error).__name__}: {self._error}"
+        where, kind = shown_url(self.path), type(self._error).__name__
+        return f"the background dump to {where} failed: {kind}: {self._error}"
 
     def raise_untold(self) -> None:
         """Raises what went wrong unless somebody knows it already."""

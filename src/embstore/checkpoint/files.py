@@ -60,12 +60,14 @@ def _read_buffer() -> npt.NDArray[np.uint8]:
 
 def open_regular(path: Path) -> int:
     """A descriptor to read from. Raises CheckpointError where there is no regular file: reading a pipe would
-    block, reading a device would not end."""
+    block, reading a device would not end, and a link may lead to a file that is not part of the dump."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointError(f"{path}: is missing") from error
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: is a link; copy the file that it leads to") from error
         if error.errno == errno.ENXIO:  # a socket
             raise CheckpointError(f"{path}: is not a regular file") from error
         raise
@@ -78,11 +80,13 @@ def open_regular(path: Path) -> int:
 def file_size(path: Path) -> int:
     """Bytes of a regular file. Raises CheckpointError where there is none."""
     try:
-        status = path.stat()
+        status = path.lstat()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise CheckpointError(f"{path}: is missing") from error
         raise
+    if stat.S_ISLNK(status.st_mode):
+        raise CheckpointError(f"{path}: is a link; copy the file that it leads to")
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: is not a regular file")
     return status.st_size

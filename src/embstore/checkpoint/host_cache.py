@@ -27,6 +27,13 @@ def cache_folder(kind: str) -> Path:
     return Path(root) / "embstore" / kind
 
 
+def private_folder(kind: str) -> Path:
+    """The same, made for this user alone where it is not there yet."""
+    folder = cache_folder(kind)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
 @contextlib.contextmanager
 def locked(entry: Path, *, shared: bool = False) -> Iterator[None]:
     """Holds the lock of an entry, which need not be there yet, and notes that it is in use."""

@@ -52,7 +52,7 @@ from embstore.checkpoint.log_entries import (
 from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.publishing import Publisher
 from embstore.checkpoint.reading import Dump, verify_all
-from embstore.checkpoint.remote import Mirror, is_remote, key_of
+from embstore.checkpoint.remote import Mirror, is_remote, key_of, shown_url
 from embstore.checkpoint.sources import changes_source
 from embstore.checkpoint.writing import DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
@@ -107,7 +107,7 @@ class IncrementLog:
         self.path = Path(path)
         if is_remote(path):
             url = str(path)
-            self.path = Path(local) if local else host_cache.cache_folder("logs") / key_of(url)
+            self.path = Path(local) if local else host_cache.private_folder("logs") / key_of(url)
             self._mirror = Mirror(url, self.path, **(storage_options or {}))
         self.applied = -1
         self._state: frozenset[str] = frozenset()  # identities of what the tables are at
@@ -204,7 +204,9 @@ class IncrementLog:
         def check() -> str:
             if log._mirror is not None:
                 if log._mirror.published():
-                    raise FileExistsError(f"path should not have an increment log yet but has: {path}")
+                    raise FileExistsError(
+                        f"path should not have an increment log yet but has: {shown_url(path)}"
+                    )
                 if local is None:  # of a log that was there before
                     shutil.rmtree(log.path, ignore_errors=True)
             names = [p.name for p in log.path.iterdir()] if log.path.is_dir() else []

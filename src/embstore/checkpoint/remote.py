@@ -27,7 +27,7 @@ from typing import Any
 from embstore.checkpoint import host_cache
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.files import file_crc32, parse_json, sealed, unsealed
+from embstore.checkpoint.files import file_crc32, file_size, parse_json, sealed, unsealed
 from embstore.checkpoint.log_entries import entries_in, place_of
 from embstore.checkpoint.manifest import NAME as MANIFEST
 from embstore.distributed.ranks import Ranks
@@ -40,6 +40,19 @@ _TRANSFERS = 4
 def is_remote(path: object) -> bool:
     """Whether a path is a URL of fsspec."""
     return isinstance(path, str) and "://" in path
+
+
+def shown_url(path: object) -> str:
+    """A path or URL for messages: without user, password and query, which may hold a key.
+
+    >>> shown_url("sftp://ann:secret@host/monday?key=abc")
+    'sftp://host/monday'
+    """
+    text = str(path)
+    if not is_remote(text):
+        return text
+    scheme, _, rest = text.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
 
 
 class RemoteFolder:
@@ -57,6 +70,9 @@ class RemoteFolder:
         self.url = url
         self._fs, self._root = fsspec.core.url_to_fs(url, **storage_options)
         self._options = storage_options
+
+    def __repr__(self) -> str:
+        return shown_url(self.url)
 
     def child(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self.url.rstrip('/')}/{name}", **self._options)
@@ -79,7 +95,7 @@ class RemoteFolder:
             text = self._fs.cat_file(self._at(MARKER))
         except FileNotFoundError:
             return None
-        marker = f"{self.url}/{MARKER}"
+        marker = f"{self}/{MARKER}"
         document = unsealed(parse_json(text, marker), marker)
         files = document.get("files")
         if document.get("format") != FORMAT or not isinstance(files, dict):
@@ -97,14 +113,15 @@ class RemoteFolder:
         """Publishes the files of a local folder. Until the last step nothing changes for readers."""
         before = self.current()
         if before is not None and not overwrite:
-            raise FileExistsError(f"path should not be there yet but is: {self.url}")
+            raise FileExistsError(f"path should not be there yet but is: {self}")
         paths = sorted(path for path in local.rglob("*") if path.is_file())
         folder = secrets.token_hex(8)
 
         def put(path: Path) -> tuple[str, dict[str, int]]:
             name = path.relative_to(local).as_posix()
+            listed = {"bytes": file_size(path), "crc32": file_crc32(path)}  # refuses links and pipes first
             self._fs.put_file(os.fspath(path), self._at(folder, name))
-            return name, {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
+            return name, listed
 
         try:
             for parent in {path.parent for path in paths}:
@@ -123,7 +140,7 @@ class RemoteFolder:
         """What the marker says. Raises FileNotFoundError when nothing is published."""
         document = self.current()
         if document is None:
-            raise FileNotFoundError(f"path should be a dump or a log but is: {self.url}")
+            raise FileNotFoundError(f"path should be a dump or a log but is: {self}")
         return document
 
     def download(self, local: Path, document: dict[str, Any] | None = None) -> None:
@@ -142,13 +159,11 @@ class RemoteFolder:
                 try:
                     self._fs.get_file(self._at(document["folder"], name), os.fspath(target))
                 except FileNotFoundError as error:
-                    raise CheckpointError(f"{self.url}: {name} is missing") from error
+                    raise CheckpointError(f"{self}: {name} is missing") from error
                 expected = document["files"][name]
                 found = {"bytes": target.stat().st_size, "crc32": file_crc32(target)}
                 if found != expected:
-                    raise CheckpointError(
-                        f"{self.url}: {name} is damaged: expected {expected}, found {found}"
-                    )
+                    raise CheckpointError(f"{self}: {name} is damaged: expected {expected}, found {found}")
                 with open(target, "rb") as file:
                     os.fsync(file.fileno())
 
@@ -210,7 +225,7 @@ class Upload:
     def __init__(self, url: str, options: Mapping[str, Any] | None, overwrite: bool, ranks: Ranks) -> None:
         def prepare() -> str:
             if not overwrite and RemoteFolder(url, **(options or {})).current() is not None:
-                raise FileExistsError(f"path should not be there yet but is: {url}")
+                raise FileExistsError(f"path should not be there yet but is: {shown_url(url)}")
             return tempfile.mkdtemp(prefix="embstore-")
 
         self.url = url
@@ -278,7 +293,7 @@ class Mirror:
         for name in sorted(set(local) & set(published), key=self._place):
             if not self._is_same(name):
                 raise CheckpointError(
-                    f"{self.remote.url}: {name} was written by another process; load the log first"
+                    f"{self.remote}: {name} was written by another process; load the log first"
                 )
         bases = sorted(n for n, kind in map(self._place, {*local, *published}) if kind == "base")
         kept = bases[-2:][0] if bases else -1
@@ -308,11 +323,11 @@ class Mirror:
         published = sorted(self.published(), key=self._place)
         bases = [name for name in published if name.startswith("base-")]
         if not bases:
-            raise FileNotFoundError(f"path should be an increment log but is: {self.remote.url}")
+            raise FileNotFoundError(f"path should be an increment log but is: {self.remote}")
         first = self._place(bases[-1])[0]
         wanted = [bases[-1], *(n for n in published if self._place(n) > (first, "increment"))]
         local = self._local()
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         new = [name for name in wanted if name not in local or not self._is_same(name)]
         for name in new:
             shutil.rmtree(self.path / name, ignore_errors=True)

@@ -27,6 +27,7 @@ def serve(
 ) -> None:
     """Answers lookups over HTTP until SIGINT or SIGTERM; follows a log as it grows."""
     with refusals(as_json), ExitStack() as opening:
+        from embstore.checkpoint.remote import shown_url
         from embstore.serving import server
 
         as_integer(port, 1, 65535, "--port")
@@ -39,8 +40,8 @@ def serve(
             opening.close()
             _require_free(host, port)
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            started = {"path": str(path), "url": url, "workers": workers, "dtype": dtype}
-            text = json.dumps(started) if as_json else f"serving {path}\n{url}  (Ctrl-C stops)"
+            started = {"path": shown_url(path), "url": url, "workers": workers, "dtype": dtype}
+            text = json.dumps(started) if as_json else f"serving {shown_url(path)}\n{url}  (Ctrl-C stops)"
             typer.echo(text)
 
         server.serve(

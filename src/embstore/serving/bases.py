@@ -95,7 +95,7 @@ def memory_file(array: npt.NDArray[Any]) -> _core.MappedFile:
         view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         while view:
             view = view[os.write(fd, view) :]
-        return _core.MappedFile(f"/proc/self/fd/{fd}", array.nbytes)
+        return _core.MappedFile(fd, array.nbytes)
     finally:
         os.close(fd)
 

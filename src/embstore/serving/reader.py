@@ -74,6 +74,10 @@ class State:
         """How many rows the table has."""
         return int(self._table(table).size)
 
+    def dim(self, table: str) -> int:
+        """How many components the vectors of the table have."""
+        return int(self._table(table).dim)
+
     def find(self, table: str, ids: object) -> tuple[Array, Array]:
         """Vectors (float32, ids.shape + (dim,)) and which ids have a row.
 

@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +42,8 @@ except ImportError as error:
 
 BINARY = "application/octet-stream"
 _IN_THE_LOOP_IDS = 16384  # a lookup of so many ids takes less than handing it to a thread and back
+_BINARY_BYTES = 8  # of memory for each float of an answer: the array and the body
+_JSON_BYTES = 64  # the same with its Python objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +53,20 @@ class ServerOptions:
     token            lookups and metrics need `Authorization: Bearer TOKEN`; "" asks for none
     max_body_bytes   a larger body is refused with 413
     max_ids          of one request; more are refused with 413
+    max_answer_bytes of memory for one answer; a request that needs more is refused with 413
     timeout_seconds  for receiving a whole body; a slower client gets 408
     max_age_seconds  /readyz fails when the state is older; 0: it never does
     """
 
-    token: str = ""
+    token: str = field(default="", repr=False)
     max_body_bytes: int = 16 << 20
     max_ids: int = 1_000_000
+    max_answer_bytes: int = 1 << 30
     timeout_seconds: float = 10.0
     max_age_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_ids"):
+        for name in ("max_body_bytes", "max_ids", "max_answer_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} should be at least 1 but is: {getattr(self, name)}")
         if not self.timeout_seconds > 0:
@@ -163,14 +167,35 @@ class ServerMetrics:
         watch_reader(reader, registry)
 
 
-def _ids(body: LookupBody) -> dict[str, Ids]:
+def _ids(body: bytes, max_ids: int) -> dict[str, Ids]:
+    """The ids of a `LookupBody`. It stops at the first mistake: pydantic would describe each of a million, in
+    a hundred times the memory of the body."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(422, f"the body should be JSON: {error}") from error
+    tables = document.get("tables") if isinstance(document, dict) else None
+    if not isinstance(tables, dict) or not all(isinstance(ids, list) for ids in tables.values()):
+        raise Refused(422, 'the body should be {"tables": {name: [id, ...], ...}}')
+    _require_few(sum(map(len, tables.values())), max_ids)
     found = {}
-    for table, ids in body.tables.items():
+    for table, ids in tables.items():
+        for i in ids:
+            if not isinstance(i, (int, str)) or isinstance(i, bool):
+                raise Refused(
+                    422, f"an id of {table!r} should be an integer or a string but is: {str(i)[:80]}"
+                )
         try:
             found[table] = np.array([int(i) for i in ids], np.int64)
         except (ValueError, OverflowError) as error:
-            raise Refused(422, f"ids of {table!r} should be integers of 64 bits: {error}") from error
+            reason = str(error)[:200]
+            raise Refused(422, f"ids of {table!r} should be integers of 64 bits: {reason}") from error
     return found
+
+
+def _require_few(ids: int, max_ids: int) -> None:
+    if ids > max_ids:
+        raise Refused(413, f"a request should have at most {max_ids} ids but has: {ids}")
 
 
 def _json_vectors(vectors: Any) -> list[Any]:
@@ -188,16 +213,22 @@ class Lookups:
         self.options = options
         self.metrics = ServerMetrics(reader)
 
-    async def find(self, ids: dict[str, Ids]) -> tuple[State, list[tuple[Any, Any]]]:
+    async def find(self, ids: dict[str, Ids], float_bytes: int) -> tuple[State, list[tuple[Any, Any]]]:
+        """`float_bytes`: of memory for each float of the answer."""
         total = sum(len(of) for of in ids.values())
-        if total > self.options.max_ids:
-            raise Refused(413, f"a request should have at most {self.options.max_ids} ids but has: {total}")
+        _require_few(total, self.options.max_ids)
         state = self.reader.state
         for table in ids:
             if table not in state.names:
                 raise Refused(
                     404, f"table should be one of {', '.join(sorted(state.names))} but is: {table!r}"
                 )
+        needed = sum(len(of) * state.dim(table) for table, of in ids.items()) * float_bytes
+        if needed > self.options.max_answer_bytes:
+            raise Refused(
+                413,
+                f"an answer should need at most {self.options.max_answer_bytes} bytes but needs: {needed}",
+            )
         start = time.perf_counter()
 
         def work() -> list[tuple[Any, Any]]:
@@ -240,11 +271,18 @@ def create_app(reader: Reader, options: ServerOptions | None = None) -> FastAPI:
     async def refuse(_: Request, error: Refused) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, error.status)
 
-    @app.post("/v1/lookup", summary="Vectors by id, JSON", tags=["lookup"])
-    async def lookup(body: LookupBody) -> Response:
+    schema = {"application/json": {"schema": LookupBody.model_json_schema()}}
+
+    @app.post(
+        "/v1/lookup",
+        summary="Vectors by id, JSON",
+        tags=["lookup"],
+        openapi_extra={"requestBody": {"content": schema, "required": True}},
+    )
+    async def lookup(request: Request) -> Response:
         """Vectors of ids of several tables, all from one state."""
-        ids = _ids(body)
-        state, tables = await lookups.find(ids)
+        ids = _ids(await request.body(), options.max_ids)
+        state, tables = await lookups.find(ids, _JSON_BYTES)
         answer = {
             "state": state.number,
             "taken_ns": state.taken_ns,
@@ -267,7 +305,7 @@ def create_app(reader: Reader, options: ServerOptions | None = None) -> FastAPI:
             ids = unpack_request(await request.body())
         except WireError as error:
             raise Refused(422, str(error)) from error
-        state, tables = await lookups.find(ids)
+        state, tables = await lookups.find(ids, _BINARY_BYTES)
         return Response(pack_response(state.number, state.taken_ns, tables), media_type=BINARY)
 
     @app.get("/healthz", summary="Is the process alive?", tags=["operation"])
