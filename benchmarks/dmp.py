@@ -116,7 +116,11 @@ def model(task: dict[str, Any], dynamic: bool) -> Any:
     )
     world = task["world"]
     constraint = (
-        DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=DynamicEmbTableOptions())
+        DynamicEmbParameterConstraints(
+            sharding_types=[task["sharding"]],
+            use_dynamicemb=True,
+            dynamicemb_options=DynamicEmbTableOptions(),
+        )
         if dynamic
         else DynamicEmbParameterConstraints(sharding_types=[task["sharding"]], compute_kernels=["fused"])
     )

@@ -31,8 +31,8 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> EmptyBytes(size_t bytes) {
 void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_t out,
               uint64_t rows) {
   if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
-  if (ownership < 0 || ownership > static_cast<int>(Ownership::kContinuous)) {
-    throw InvalidArgument("ownership should be between 0 and 3 but is: " +
+  if (ownership < 0 || ownership > static_cast<int>(Ownership::kOnRank)) {
+    throw InvalidArgument("ownership should be between 0 and 4 but is: " +
                           std::to_string(ownership));
   }
   const auto* from = Address<const int64_t>(keys);
@@ -79,6 +79,7 @@ NB_MODULE(_core, m) {
   BindInitializer(m);
   BindLookup(m);
   BindRouting(m);
+  BindBagMessages(m);
   BindParameterServer(m);
   BindSlotMap(m);
   BindServing(m);

@@ -14,6 +14,7 @@ void BindTable(nanobind::module_& m);
 void BindInitializer(nanobind::module_& m);
 void BindLookup(nanobind::module_& m);
 void BindRouting(nanobind::module_& m);
+void BindBagMessages(nanobind::module_& m);
 void BindParameterServer(nanobind::module_& m);
 void BindSlotMap(nanobind::module_& m);
 void BindStore(nanobind::module_& m);

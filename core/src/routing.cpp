@@ -35,8 +35,24 @@ std::vector<Share> SplitCells(std::span<const int64_t> offsets) {
 
 }  // namespace
 
+void RequireRanks(std::span<const int32_t> ranks, int64_t count, uint32_t world,
+                  const std::string& name) {
+  if (ranks.empty()) return;
+  if (std::ssize(ranks) != count) {
+    throw InvalidArgument(name + " should have " + std::to_string(count) +
+                          " elements but has: " + std::to_string(ranks.size()));
+  }
+  for (const int32_t rank : ranks) {
+    if (rank < 0 || static_cast<uint32_t>(rank) >= world) {
+      throw InvalidArgument(name + " should be below world (" + std::to_string(world) +
+                            ") but one is: " + std::to_string(rank));
+    }
+  }
+}
+
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
-                Ownership ownership, std::span<const uint8_t> unique, uint64_t rows) {
+                Ownership ownership, std::span<const uint8_t> unique, uint64_t rows,
+                std::span<const int32_t> rank_of_cell) {
   if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
   const auto n = static_cast<int64_t>(keys.size());
   if (n > INT32_MAX) {
@@ -44,6 +60,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
   }
   ValidateOffsets(offsets, n);
   const size_t cells = offsets.size() - 1;
+  RequireRanks(rank_of_cell, static_cast<int64_t>(cells), world, "rank_of_cell");
   const std::vector<Share> shares = SplitCells(offsets);
   const auto tasks = static_cast<int64_t>(shares.size());
   Route route;
@@ -54,6 +71,10 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
   std::vector<uint32_t> ids(unique.empty() ? 0 : static_cast<size_t>(n));
   const auto is_unique = [&](size_t cell) { return !unique.empty() && unique[cell] != 0; };
 
+  const auto owner = [&](size_t cell, int64_t key) {
+    return rank_of_cell.empty() ? Owner(key, world, ownership, rows)
+                                : static_cast<uint32_t>(rank_of_cell[cell]);
+  };
   const auto cell_keys = [&](size_t cell) -> std::span<const int64_t> {
     if (is_unique(cell)) return distinct[cell];
     return keys.subspan(static_cast<size_t>(offsets[cell]),
@@ -72,7 +93,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
         distinct[cell] = collector.keys();
       }
       for (const int64_t key : cell_keys(cell)) {
-        ++route.counts[Owner(key, world, ownership, rows) * cells + cell];
+        ++route.counts[owner(cell, key) * cells + cell];
       }
     }
   });
@@ -95,7 +116,7 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
       if (is_unique(cell)) places.resize(sent.size());
       int64_t* const place = is_unique(cell) ? places.data() : route.index.data() + begin;
       for (size_t i = 0; i < sent.size(); ++i) {
-        const int64_t at = next[Owner(sent[i], world, ownership, rows)]++;
+        const int64_t at = next[owner(cell, sent[i])]++;
         route.keys[static_cast<size_t>(at)] = sent[i];
         place[i] = at;
       }

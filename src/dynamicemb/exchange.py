@@ -7,13 +7,15 @@ fails says so with its vectors, and all of them raise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from embstore.arrays import empty_tensor
-from embstore.distributed.exchange import as_bytes, swap, swap_with_marks, with_marks
+from embstore.distributed.columns import Columns
+from embstore.distributed.exchange import as_bytes, set_marks, swap, swap_with_marks, with_marks
 from embstore.distributed.ranks import TorchRanks
 from embstore.distributed.routing import sum_rows
 from embstore.nn.batch import Access, Batch
@@ -21,10 +23,8 @@ from embstore.nn.batch import Access, Batch
 STEP = "a step of dynamic tables"  # in errors
 
 
-def _look_up_and_swap(
-    batch: Batch, access: Access, send: Sequence[int], receive: Sequence[int], ranks: TorchRanks
-) -> torch.Tensor:
-    """The vectors that the owners looked up for this rank, with a mark after those of each owner."""
+def _look_up(batch: Batch, access: Access) -> tuple[torch.Tensor, list[BaseException]]:
+    """The vectors that this rank looks up for all, and what failed."""
     out = batch.out
     assert out is not None
     failures: list[BaseException] = []
@@ -32,6 +32,14 @@ def _look_up_and_swap(
         batch.forward(access)
     except BaseException as error:  # every rank gets to know
         failures.append(error)
+    return out, failures
+
+
+def _look_up_and_swap(
+    batch: Batch, access: Access, send: Sequence[int], receive: Sequence[int], ranks: TorchRanks
+) -> torch.Tensor:
+    """The vectors that the owners looked up for this rank, with a mark after those of each owner."""
+    out, failures = _look_up(batch, access)
     return swap_with_marks(out, send, receive, failures, ranks, STEP)
 
 
@@ -83,6 +91,51 @@ class SumOfOwners(torch.autograd.Function):
             everything = swap(copies, [own] * ranks.world, ctx.samples, ranks, STEP)
         _update(ctx.batch, everything, ranks)
         return None, None, None, None, None
+
+
+class ColumnsOfOwners(torch.autograd.Function):
+    """Pooled vectors where owners have whole tables: each sends its columns.
+
+        the bags of all ranks on each owner  ->  (own samples, columns)
+
+    The batch writes its bags to `with_marks(samples)`, at least a column wide. Backward sends the gradient of
+    its columns to each owner.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor | None,
+        batch: Batch,
+        access: Access,
+        samples: list[int],
+        columns: Columns,
+        ranks: TorchRanks,
+    ) -> Any:
+        ctx.batch, ctx.samples, ctx.columns, ctx.ranks = batch, samples, columns, ranks
+        own = samples[ranks.rank]
+        widths = [max(width, 1) for width in columns.widths]  # a mark needs a column
+        width = widths[ranks.rank]
+        sent, failures = _look_up(batch, access)
+        set_marks(sent, samples, bool(failures))
+        receive = [(own + 1) * w for w in widths]
+        blocks = swap(sent.view(-1), [(n + 1) * width for n in samples], receive, ranks, STEP)
+        ends = list(accumulate(receive))
+        marks = torch.tensor([end - w for end, w in zip(ends, widths, strict=True)])
+        if failures or blocks[marks].any():
+            ranks.share(failures.pop() if failures else None, STEP)
+        return columns.join(blocks, [0, *ends], own, widths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        columns, samples, ranks = ctx.columns, ctx.samples, ctx.ranks
+        own, width = gradient.shape[0], columns.widths[ranks.rank]
+        blocks = columns.split(gradient.contiguous())
+        send = [own * w for w in columns.widths]
+        everything = swap(blocks, send, [n * width for n in samples], ranks, STEP)
+        _update(ctx.batch, everything.view(sum(samples), width), ranks)
+        return None, None, None, None, None, None
 
 
 class AnswersOfOwners(torch.autograd.Function):

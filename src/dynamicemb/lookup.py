@@ -15,12 +15,13 @@ from torchrec.distributed.embedding_types import BaseEmbeddingLookup
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
-from dynamicemb.exchange import AnswersOfOwners, SumOfOwners
+from dynamicemb.exchange import AnswersOfOwners, ColumnsOfOwners, SumOfOwners
 from dynamicemb.external_storage import StorageStore
 from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys
 from dynamicemb.tables import DynamicTable
 from embstore.arrays import empty_tensor
+from embstore.distributed.columns import Columns
 from embstore.distributed.exchange import with_marks
 from embstore.distributed.ranks import Ranks
 from embstore.nn.batch import Access, Batch, Pooling, Prepared, run_batch
@@ -119,7 +120,12 @@ class WriteThroughBatch(Batch):
 
 
 class BagLookup(Lookup):
-    """(samples, columns): the bags of all features side by side."""
+    """(samples, columns): the bags of all features side by side.
+
+    features  of each table
+    mean      whether the bags of each table are averaged
+    owners    the rank of each table, where ranks have whole tables; empty: rows are spread
+    """
 
     def __init__(
         self,
@@ -128,14 +134,24 @@ class BagLookup(Lookup):
         ranks: Ranks,
         features: Sequence[int],
         mean: Sequence[bool],
+        owners: Sequence[int] = (),
     ) -> None:
         super().__init__(tables, dtype, ranks)
-        self._features = list(features)  # of each table
         self._mean = list(mean)  # of each table
+        self._columns_of_ranks: Columns | None = None
+        if owners:
+            dims = [t.table.dim * count for t, count in zip(tables, features, strict=True)]
+            self._columns_of_ranks = Columns(owners, dims, ranks.world)
+            # Every rank has all tables, so that scores and steps go on together; others get no keys.
+            features = [
+                count if owner == ranks.rank else 0 for count, owner in zip(features, owners, strict=True)
+            ]
+        self._whole = ranks.world == 1 or bool(owners)  # bags are complete
+        self._features = list(features)  # of each table, here
         widths = [t.table.dim for t, count in zip(tables, features, strict=True) for _ in range(count)]
         self._widths = torch.tensor(widths, dtype=torch.int64)
         self._columns = torch.cumsum(self._widths, 0) - self._widths
-        self._width = sum(widths)
+        self._row = max(sum(widths), 1)  # of the output; it is never without a column
         self._blocks = [(dim, len(list(run_))) for dim, run_ in groupby(widths)]  # features of one width
         self._ends = list(accumulate(features, initial=0))  # features before each table
         self._places: tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]] = ([], [])
@@ -149,7 +165,7 @@ class BagLookup(Lookup):
             rows = numbers if self._world == 1 else with_marks(samples_of_ranks)
             of_tables = [
                 (
-                    (columns[:, None] + rows * self._width).reshape(-1),
+                    (columns[:, None] + rows * self._row).reshape(-1),
                     (columns[:, None] * samples + numbers * t.table.dim).reshape(-1),
                 )
                 for t, columns in zip(self._tables, self._columns.split(self._features), strict=True)
@@ -185,7 +201,7 @@ class BagLookup(Lookup):
             requests.append(
                 t.request(
                     batch.keys[first:last],
-                    pooling=Pooling.MEAN if alone and mean and batch.weights is None else Pooling.SUM,
+                    pooling=Pooling.MEAN if self._whole and mean and batch.weights is None else Pooling.SUM,
                     offsets=offsets - first,
                     weights=None if batch.weights is None else batch.weights[first:last],
                     positions=places[0],
@@ -193,16 +209,22 @@ class BagLookup(Lookup):
                 )
             )
         # Shares of several owners are added up in float32 before they are rounded.
-        dtype, marks = (self.dtype, 0) if alone else (torch.float32, self._world)
+        dtype = self.dtype if self._whole else torch.float32
+        marks = 0 if alone else self._world
         whole = self._batch(
             requests,
-            out=empty_tensor((samples + marks, self._width), dtype),
+            out=empty_tensor((samples + marks, self._row), dtype),
             gradient_scale=self._begin_step(),
             arrange=self._arranged,
         )
         whole.prepared, self.prepared = self.prepared, None
         if alone:
             (out,) = run_batch(whole, self._access, self._anchor, [r.weights for r in requests])
+        elif self._columns_of_ranks is not None:
+            columns = self._columns_of_ranks
+            out = ColumnsOfOwners.apply(
+                self._trained, whole, self._access, batch.samples, columns, self._ranks
+            )
         else:
             out = SumOfOwners.apply(self._trained, whole, self._access, batch.samples, self._ranks)
             if batch.mean_scale is not None:

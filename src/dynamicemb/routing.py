@@ -2,9 +2,10 @@
 
     keys of this rank ──route──► sent to owners ──► keys that this rank owns, of all ranks' batches
 
-On one rank nothing is sent. Bags travel with their lengths, single keys with a count for each cell (a
-feature, or a whole table where duplicates are dropped). What arrives is put in the order feature, sender,
-sample: the order of the global batch, so that sums do not depend on the number of ranks.
+On one rank nothing is sent. Bags travel with their lengths and weights in one message, single keys after a
+count for each cell (a feature, or a whole table where duplicates are dropped). What arrives is put in the
+order feature, sender, sample: the order of the global batch, so that sums do not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from dynamicemb.exchange import STEP
+from embstore.distributed.bag_messages import PackedBags, message_bytes, pack_bags, unpack_bags
 from embstore.distributed.exchange import all_to_all, swap_headers
 from embstore.distributed.ranks import Ranks, TorchRanks
-from embstore.distributed.routing import Route, regroup, route_keys
+from embstore.distributed.routing import regroup, route_keys
 from embstore.nn.batch import as_key_tensor, as_weights
 from embstore.ownership import AnyOwnership
 
@@ -142,19 +144,18 @@ def averaged(weights: torch.Tensor, lengths: torch.Tensor, mean: torch.Tensor | 
 
 @dataclass
 class _Bags:
-    route: Route
-    weights: torch.Tensor | None
+    packed: PackedBags
     mean_scale: torch.Tensor | None
-    own: int
     device: torch.device
 
 
 class BagRouting(_Routing):
-    """Routing of bags: each owner sums its share of every bag.
+    """Routing of bags: each owner sums its share of every bag, or has whole tables.
 
-    mean      for each feature: whether its bags are averaged
-    weighted  whether keys have weights. Those of averaged bags are divided by their sum, as TorchRec's
-              row-wise sharding does
+    mean             for each feature: whether its bags are averaged
+    weighted         whether keys have weights. Those of averaged bags are divided by their sum, as TorchRec's
+                     row-wise sharding does
+    rank_of_feature  the owner of each feature where owners have whole tables; empty: the ownership decides
     """
 
     header = 2  # samples, keys
@@ -165,10 +166,15 @@ class BagRouting(_Routing):
         ranks: Ranks,
         mean: Sequence[bool],
         weighted: bool,
+        rank_of_feature: Sequence[int] = (),
     ) -> None:
         super().__init__(ownership, ranks)
         self._mean = torch.tensor(mean, dtype=torch.bool)
+        self._any_mean = any(mean)
         self._weighted = weighted
+        self._features = len(mean)
+        self._rank_of_feature = list(rank_of_feature)
+        self._own_features = self._rank_of_feature.count(ranks.rank) if rank_of_feature else self._features
 
     def _inputs(self, features: KeyedJaggedTensor) -> tuple[Any, ...]:
         lengths = _lengths(features)
@@ -179,7 +185,7 @@ class BagRouting(_Routing):
             if features.weights_or_none() is None:
                 raise ValueError("features should have weights: the collection is weighted")
             weights = as_weights(features.weights(), keys.numel())
-            if self._mean.any():
+            if self._any_mean:
                 weights = averaged(weights, lengths, self._mean)
         return keys, lengths, offsets, weights, features.device()
 
@@ -189,65 +195,49 @@ class BagRouting(_Routing):
 
     def prepare(self, features: KeyedJaggedTensor) -> tuple[_Bags, torch.Tensor]:
         keys, lengths, offsets, weights, device = self._inputs(features)
-        route = route_keys(keys, offsets, self._world, self._ownership)
-        if weights is not None:
-            weights = torch.empty_like(weights).scatter_(0, route.index, weights)
+        packed = pack_bags(
+            keys, offsets, weights, self._features, self._world, self._ownership, self._rank_of_feature
+        )
         scale = None
-        if self._mean.any() and weights is None:
+        if self._any_mean and weights is None and not self._rank_of_feature:
             scale = 1.0 / lengths.T.clamp(min=1).float()
             scale[:, ~self._mean] = 1.0
-        own = lengths.shape[1]
-        headers = torch.stack([torch.full((self._world,), own), route.counts.sum(1)], 1)
-        return _Bags(route, weights, scale, own, device), headers
+        own = torch.full((self._world,), lengths.shape[1])
+        return _Bags(packed, scale, device), torch.stack([own, torch.tensor(packed.keys)], 1)
 
     def exchange(self, prepared: _Bags, headers: torch.Tensor, ranks: TorchRanks) -> Awaitable[OwnedKeys]:
         samples: list[int] = headers[:, 0].tolist()
         owned: list[int] = headers[:, 1].tolist()
-        features = self._mean.numel()
-        route = prepared.route
-        asked: list[int] = route.counts.sum(1).tolist()
-        cells = [features * prepared.own] * self._world
-        lengths, wait_for_lengths = all_to_all(
-            route.counts.view(-1), cells, [features * s for s in samples], ranks, STEP
-        )
-        keys, wait_for_keys = all_to_all(route.keys, asked, owned, ranks, STEP)
-        waits = [wait_for_lengths, wait_for_keys]
-        weights = None
-        if prepared.weights is not None:
-            weights, wait_for_weights = all_to_all(prepared.weights, asked, owned, ranks, STEP)
-            waits.append(wait_for_weights)
+        features, weighted = self._own_features, self._weighted
+        receive = [message_bytes(n, features, s, weighted=weighted) for n, s in zip(owned, samples)]
+        messages, wait = all_to_all(prepared.packed.messages, prepared.packed.bytes, receive, ranks, STEP)
 
         def finish() -> OwnedKeys:
-            for wait in waits:
-                wait()
-            by_sender = [
-                part.view(features, s)
-                for part, s in zip(lengths.split([features * s for s in samples]), samples, strict=True)
-            ]
-            sizes = [part.sum(1).tolist() for part in by_sender]
+            wait()
+            keys, offsets, weights = unpack_bags(messages, owned, samples, features, weighted=weighted)
             return OwnedKeys(
-                regroup(keys, sizes),
-                _offsets(torch.cat(by_sender, 1)),
-                prepared.device,
-                None if weights is None else regroup(weights, sizes),
-                samples=samples,
-                mean_scale=prepared.mean_scale,
+                keys, offsets, prepared.device, weights, samples=samples, mean_scale=prepared.mean_scale
             )
 
         return _Step(finish)
 
 
 class KeyRouting(_Routing):
-    """Routing of single keys: each owner answers with their vectors."""
+    """Routing of single keys: each owner answers with their vectors.
+
+    rank_of_cell  the owner of each cell where owners have whole tables; empty: the ownership decides
+    """
 
     def __init__(
         self,
         ownership: AnyOwnership,
         ranks: Ranks,
         cells: Sequence[Cell],
+        rank_of_cell: Sequence[int] = (),
     ) -> None:
         super().__init__(ownership, ranks)
         self._cells = list(cells)
+        self._rank_of_cell = list(rank_of_cell)
         self._unique = [cell.unique for cell in cells]
         self.header = len(cells)
 
@@ -264,7 +254,14 @@ class KeyRouting(_Routing):
     def prepare(self, features: KeyedJaggedTensor) -> tuple[Any, torch.Tensor]:
         keys, bounds = self._inputs(features)
         offsets = torch.tensor(bounds, dtype=torch.int64)
-        route = route_keys(keys, offsets, self._world, self._ownership, unique=self._unique)
+        route = route_keys(
+            keys,
+            offsets,
+            self._world,
+            self._ownership,
+            unique=self._unique,
+            rank_of_cell=self._rank_of_cell,
+        )
         return (route, features.device()), route.counts
 
     def exchange(self, prepared: Any, headers: torch.Tensor, ranks: TorchRanks) -> Awaitable[OwnedKeys]:

@@ -19,11 +19,11 @@ from dynamicemb.external_storage import StorageStore, is_storage, stores_of
 from dynamicemb.gate import Gate, filter_threshold
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import OWNERSHIPS, DynamicEmbTableOptions
-from dynamicemb.planner import DynamicEmbParameterSharding, describe
+from dynamicemb.planner import DynamicEmbParameterSharding, check_owner, describe
 from embstore.display import as_html
 from embstore.distributed.ranks import Ranks
 from embstore.nn.batch import Request
-from embstore.ownership import Blocks
+from embstore.ownership import AnyOwnership, OnRank
 from embstore.stores import Store, row_bytes
 
 
@@ -44,7 +44,7 @@ class DynamicTable:
     name: str
     table: embstore.Table
     options: DynamicEmbTableOptions
-    ownership: embstore.Ownership | Blocks
+    ownership: AnyOwnership
     world: int
     rank: int
     process_group: dist.ProcessGroup | None
@@ -150,9 +150,13 @@ def make_table(
     world: int = 1,
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
+    owner: int | None = None,
 ) -> DynamicTable:
-    """The part of this rank, empty, over its store. `number` is that of the table in its module."""
+    """The part of this rank, empty, over its store. `number` is that of the table in its module, `owner` the
+    rank that has all of it; None: the options decide."""
     shared_by = OWNERSHIPS.get(planned.dist_type, embstore.Ownership.ROUNDROBIN)
+    if owner not in (None, rank):  # it stays empty here
+        engine = replace(engine, init_capacity=engine.bucket_capacity)
     table = embstore.Table(engine, store=store, shared_by=shared_by)
     if isinstance(store, StorageStore):
         store.through = not planned.caching
@@ -161,7 +165,7 @@ def make_table(
         name=engine.name,
         table=table,
         options=planned,
-        ownership=planned.ownership(num_embeddings),
+        ownership=planned.ownership(num_embeddings) if owner is None else OnRank(owner),
         world=world,
         rank=rank,
         process_group=group,
@@ -214,6 +218,8 @@ def build_tables(
                 )
             fused_params = dict(info.fused_params or {})
             sharding.pop_additional_fused_params(fused_params)
+            if sharding.owner is not None:
+                check_owner(sharding.owner, env.world_size, planned, config.name)
             engine = engine_options(config.name, config.embedding_dim, planned, fused_params, seed)
             tables[config.name] = (engine, planned)
         return tables
@@ -232,12 +238,17 @@ def build_tables(
                 world=env.world_size,
                 rank=env.rank,
                 group=env.process_group,
+                owner=owners[number],
             )
 
     call = "sharding a model with dynamic tables"
     seed = ranks.gather(torch.initial_seed(), call)[0]
     tables = ranks.together(plan, call)
-    description = {name: f"{engine}, {describe(planned)}" for name, (engine, planned) in tables.items()}
+    owners = [info.param_sharding.owner for info in infos]  # type: ignore[attr-defined]
+    description = {
+        name: f"{engine}, {describe(planned)}" + ("" if owner is None else f", on rank {owner}")
+        for (name, (engine, planned)), owner in zip(tables.items(), owners, strict=True)
+    }
     ranks.require_same("tables", description)
     try:
         ranks.together(make, call)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,6 +132,7 @@ def empty_floats(*shape: int) -> npt.NDArray[np.float32]:
     return _core.empty_bytes(4 * count).view(np.float32).reshape(shape)
 
 
+@cache
 def torch_dtype(dtype: DType) -> torch.dtype:
     """The torch name of an element type."""
     import torch
@@ -138,6 +140,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}[dtype]
 
 
+@cache
 def engine_dtype(dtype: torch.dtype) -> DType | None:
     """The engine's name of a torch dtype, None where it has no such."""
     import torch

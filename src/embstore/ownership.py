@@ -1,4 +1,4 @@
-"""Row-wise ownership: which rank keeps a key. One function for routing, loading and resharding.
+"""Ownership: which rank keeps a key. One function for routing, loading and resharding.
 
 keys      7  -1  12   3          owner(keys, world=2)
 rank      1   1   0   1
@@ -46,12 +46,36 @@ class Blocks:
             raise ValueError(f"rows should be an integer from 1 to 2^63 - 1 but is: {self.rows!r}")
 
 
-AnyOwnership = Ownership | Blocks
-_CONTINUOUS = 3
+@dataclass(frozen=True)
+class OnRank:
+    """All keys on one rank; where there are fewer ranks, on rank % world."""
+
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{_ON_RANK_NAME}{self.rank}"
+
+    @staticmethod
+    def named(name: str) -> OnRank | None:
+        """The rule of this name, None where it is another."""
+        number = name.removeprefix(_ON_RANK_NAME)
+        return OnRank(int(number)) if number != name and number.isdecimal() else None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank < 1 << 31:
+            raise ValueError(f"rank should be an integer from 0 to 2^31 - 1 but is: {self.rank!r}")
+
+
+AnyOwnership = Ownership | Blocks | OnRank
+_CONTINUOUS, _ON_RANK = 3, 4
+_ON_RANK_NAME = "ON_RANK_"
 
 
 def engine_ownership(ownership: AnyOwnership) -> tuple[int, int]:
-    """The engine's number of a rule, and its rows."""
+    """The engine's number of a rule, and its rows (or its rank)."""
+    if isinstance(ownership, OnRank):
+        return _ON_RANK, ownership.rank
     return (_CONTINUOUS, ownership.rows) if isinstance(ownership, Blocks) else (int(Ownership(ownership)), 0)
 
 

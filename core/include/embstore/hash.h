@@ -48,11 +48,12 @@ enum class Ownership : uint8_t {
   kHashRoundRobin = 1,  // HashKey(key) % world
   kXxh64 = 2,           // xxh64 of the key's 8 bytes, seed 1, % world (OneEmbedding)
   kContinuous = 3,  // keys below `rows` in equal blocks, one for each rank; others as kRoundRobin
+  kOnRank = 4,      // all keys on rank `rows` % world
 };
 
 uint64_t Xxh64OfKey(int64_t key, uint64_t seed);
 
-// rows: of kContinuous.
+// rows: of kContinuous and kOnRank.
 inline uint32_t Owner(int64_t key, uint32_t world, Ownership ownership, uint64_t rows = 0) {
   switch (ownership) {
     case Ownership::kRoundRobin:
@@ -66,6 +67,8 @@ inline uint32_t Owner(int64_t key, uint32_t world, Ownership ownership, uint64_t
       if (number >= rows) return static_cast<uint32_t>(number % world);
       return static_cast<uint32_t>(number / (rows / world + (rows % world != 0)));
     }
+    case Ownership::kOnRank:
+      return static_cast<uint32_t>(rows % world);
   }
   return 0;
 }

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "embstore/hash.h"
@@ -28,10 +29,17 @@ struct Route {
 };
 
 // unique[cell] != 0: each key of the cell is sent once, at its first occurrence. Empty: no cell is
-// unique. rows: as in Owner.
-// Throws InvalidArgument unless offsets divides the keys, and for a world of 0.
+// unique. rows: as in Owner. rank_of_cell: the owner of all keys of each cell, whatever the rule;
+// empty: the rule decides.
+// Throws InvalidArgument unless offsets divides the keys, for a world of 0, and unless rank_of_cell
+// names a rank for each cell.
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
-                Ownership ownership, std::span<const uint8_t> unique, uint64_t rows = 0);
+                Ownership ownership, std::span<const uint8_t> unique, uint64_t rows = 0,
+                std::span<const int32_t> rank_of_cell = {});
+
+// Throws InvalidArgument unless ranks are empty or `count` numbers below world.
+void RequireRanks(std::span<const int32_t> ranks, int64_t count, uint32_t world,
+                  const std::string& name);
 
 // out (rows, dim) = for each row r the sum, in order, of the vectors i with index[i] == r.
 // Throws InvalidArgument when an index is out of range.

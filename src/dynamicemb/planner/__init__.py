@@ -2,12 +2,13 @@
 
 from dynamicemb.planner.enumerators import DynamicEmbeddingEnumerator, DynamicEmbParameterConstraints
 from dynamicemb.planner.planner import DynamicEmbeddingShardingPlanner
-from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding, describe
+from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding, check_owner, describe
 
 __all__ = [
     "DynamicEmbParameterConstraints",
     "DynamicEmbParameterSharding",
     "DynamicEmbeddingEnumerator",
     "DynamicEmbeddingShardingPlanner",
+    "check_owner",
     "describe",
 ]

@@ -42,7 +42,8 @@ from dynamicemb.planner.enumerators import (
     DynamicEmbParameterConstraints,
     is_dynamic,
 )
-from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding, describe
+from dynamicemb.planner.placement import place_tables
+from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding, check_owner, describe
 from embstore.distributed.ranks import ranks_of
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,11 @@ def _checked(
 
 
 class DynamicEmbeddingShardingPlanner:
-    """TorchRec's planner for static tables; dynamic ones are row-wise over all ranks.
+    """TorchRec's planner for static tables; dynamic ones are row-wise over all ranks, or table-wise where
+    their constraint says so.
 
-    A rank may hold max(next power of two of num_embeddings / world, bucket_capacity) rows of a dynamic
-    table: `planned` shows it. TorchRec's memory budget does not count dynamic tables.
+    A rank may hold max(next power of two of num_embeddings / world, bucket_capacity) rows of a row-wise
+    dynamic table: `planned` shows it. TorchRec's memory budget does not count dynamic tables.
 
     Args:
         eb_configs: the configs of every table of the model. They are read, never changed.
@@ -155,6 +157,8 @@ class DynamicEmbeddingShardingPlanner:
         # By table: the options as they will be used. `planned["user"].max_capacity` is rows a rank.
         self.planned: dict[str, DynamicEmbTableOptions] = {}
         self._num_embeddings: dict[str, int] = {}
+        world = self._topology.world_size
+        self._owners = place_tables(self._configs, self._constraints, world)
         for config in self._configs:
             constraint = self._constraints[config.name]
             if not is_dynamic(constraint):
@@ -169,9 +173,11 @@ class DynamicEmbeddingShardingPlanner:
             self.planned[config.name] = options.planned(
                 num_embeddings=config.num_embeddings,
                 dim=dim,
-                world=self._topology.world_size,
+                world=1 if config.name in self._owners else world,
                 dtype=data_type_to_dtype(config.data_type),
             )
+            if config.name in self._owners:
+                check_owner(self._owners[config.name], world, self.planned[config.name], config.name)
             self._num_embeddings[config.name] = config.num_embeddings
             logger.info(
                 "dynamic table %s: %d rows a rank", config.name, self.planned[config.name].max_capacity
@@ -218,7 +224,8 @@ class DynamicEmbeddingShardingPlanner:
 
     def _description(self) -> dict[str, str]:
         return {
-            name: f"{self._num_embeddings[name]} embeddings, {describe(options)}"
+            name: f"{self._num_embeddings[name]} embeddings, {describe(options)}, "
+            f"owner={self._owners.get(name)}"
             for name, options in self.planned.items()
         }
 
@@ -238,19 +245,21 @@ class DynamicEmbeddingShardingPlanner:
         rows, dim = options.max_capacity, options.dim
         assert rows is not None and dim is not None
         per_node = self._topology.local_world_size or world
+        owner = self._owners.get(name)
+        ranks = list(range(world)) if owner is None else [owner]
         return DynamicEmbParameterSharding(
-            sharding_type=ShardingType.ROW_WISE.value,
+            sharding_type=(ShardingType.ROW_WISE if owner is None else ShardingType.TABLE_WISE).value,
             compute_kernel=EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value,
-            ranks=list(range(world)),
+            ranks=ranks,
             sharding_spec=EnumerableShardingSpec(
                 [
                     ShardMetadata(
-                        shard_offsets=[rank * rows, 0],
+                        shard_offsets=[number * rows, 0],
                         shard_sizes=[rows, dim],
                         placement=f"rank:{rank}/{device}"
                         + (f":{rank % per_node}" if device == "cuda" else ""),
                     )
-                    for rank in range(world)
+                    for number, rank in enumerate(ranks)
                 ]
             ),
             output_dtype=self._constraints[name].output_dtype,

@@ -1,4 +1,4 @@
-"""The plan entry of a dynamic table: its rows are spread over all ranks."""
+"""The plan entry of a dynamic table: its rows are spread over all ranks, or all on one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from dynamicemb.enumerations import DynamicEmbKernel
 from dynamicemb.options import DynamicEmbTableOptions
@@ -29,7 +29,7 @@ class _NotForTorchRec(str):
 
 @dataclass
 class DynamicEmbParameterSharding(ParameterSharding):
-    """The plan of a dynamic table: row-wise over all ranks.
+    """The plan of a dynamic table: row-wise over all ranks, or table-wise on one.
 
     Args:
         compute_kernel: "customized_kernel".
@@ -65,6 +65,15 @@ class DynamicEmbParameterSharding(ParameterSharding):
                 f"but is: {self.dist_type!r}"
             )
 
+    @property
+    def owner(self) -> int | None:
+        """The rank of a table-wise table; None: rows are spread."""
+        if self.sharding_type != ShardingType.TABLE_WISE.value:
+            return None
+        if not self.ranks or len(self.ranks) != 1:
+            raise ValueError(f"ranks of a table-wise table should be one rank but are: {self.ranks}")
+        return self.ranks[0]
+
     def get_additional_fused_params(self) -> dict[str, Any]:
         """TorchRec adds these to the fused parameters of the table."""
         params = {name: getattr(self, name) for name in ADDITIONAL_FUSED_PARAMS}
@@ -75,6 +84,17 @@ class DynamicEmbParameterSharding(ParameterSharding):
         """Removes from `fused_params` what `get_additional_fused_params` gave."""
         for name in ADDITIONAL_FUSED_PARAMS:
             fused_params.pop(name, None)
+
+
+def check_owner(owner: int, world: int, options: DynamicEmbTableOptions, name: str) -> None:
+    """Raises ValueError unless this rank can have the whole table."""
+    if not 0 <= owner < world:
+        raise ValueError(f"the rank of table-wise table {name!r} should be below {world} but is: {owner}")
+    if options.shared_rows:
+        raise ValueError(
+            f"shared_rows of table-wise table {name!r} should be 0 but is: {options.shared_rows}; "
+            "row_wise tables may have shared rows"
+        )
 
 
 def describe(options: DynamicEmbTableOptions) -> str:

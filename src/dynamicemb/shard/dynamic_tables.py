@@ -18,12 +18,14 @@ from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.routing import BagRouting, Cell, KeyRouting
 from dynamicemb.tables import DynamicTable, HoldsDynamicTables, build_tables, rows_of
 from embstore.distributed.ranks import Ranks, ranks_of
+from embstore.ownership import OnRank
 
 PREFIX = "dynamicemb."  # of the names of our groups, beside TorchRec's sharding types
 
 
 def separate(groups: dict[str, list[EmbeddingShardingInfo]]) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Takes the dynamic tables out of TorchRec's groups: one group for each ownership."""
+    """Takes the dynamic tables out of TorchRec's groups: one group for each ownership, and one for tables
+    that are on one rank each."""
     separated: dict[str, list[EmbeddingShardingInfo]] = {}
     for sharding_type, infos in groups.items():
         for info in infos:
@@ -32,7 +34,9 @@ def separate(groups: dict[str, list[EmbeddingShardingInfo]]) -> dict[str, list[E
             if isinstance(sharding, DynamicEmbParameterSharding):
                 assert sharding.dynamicemb_options is not None
                 name = PREFIX + sharding.dynamicemb_options.dist_type
-                if sharding.dist_type == "continuous":  # blocks are as large as the table says
+                if sharding.owner is not None:
+                    name = PREFIX + sharding.sharding_type
+                elif sharding.dist_type == "continuous":  # blocks are as large as the table says
                     name += f".{rows_of(info)}"
             separated.setdefault(name, []).append(info)
     return separated
@@ -53,8 +57,16 @@ def _output_dtype(infos: Sequence[EmbeddingShardingInfo]) -> torch.dtype:
     return found.pop()
 
 
+def _shard_of(sharding: DynamicEmbParameterSharding, rank: int) -> ShardMetadata | None:
+    """The part of a table on this rank, None where it has none."""
+    shards = sharding.sharding_spec.shards
+    if sharding.owner is None:
+        return shards[rank]
+    return shards[0] if sharding.owner == rank else None
+
+
 class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
-    """Dynamic tables of a collection that share an ownership."""
+    """Dynamic tables of a collection that share an ownership, or are on one rank each."""
 
     def __init__(
         self, infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, unique: bool = False
@@ -68,8 +80,10 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         self.ranks = ranks
         self._pooled = self._configs[0].pooling != PoolingType.NONE
         self._unique = unique and ranks.world > 1
+        of_tables = [table.ownership for table in self.tables.values()]
+        self._owners = [rule.rank for rule in of_tables if isinstance(rule, OnRank) and ranks.world > 1]
         self._spread = {
-            info.embedding_config.name: info.param_sharding.sharding_spec.shards[env.rank] for info in infos
+            info.embedding_config.name: _shard_of(info.param_sharding, env.rank) for info in infos
         }
 
     def _cells(self) -> list[list[Cell]]:
@@ -91,18 +105,22 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
 
     def create_input_dist(self, device: torch.device | None = None) -> Any:
         if not self._pooled:
-            cells = [cell for of_table in self._cells() for cell in of_table]
-            return KeyRouting(self._ownership, self.ranks, cells)
+            by_table = self._cells()
+            cells = [cell for of_table in by_table for cell in of_table]
+            owners = [o for o, of_table in zip(self._owners, by_table) for _ in of_table]
+            return KeyRouting(self._ownership, self.ranks, cells, owners)
         mean = [c.pooling == PoolingType.MEAN for c in self._configs for _ in c.feature_names]
         weighted = self._configs[0].is_weighted
-        return BagRouting(self._ownership, self.ranks, mean, weighted)
+        owners = [o for o, c in zip(self._owners, self._configs) for _ in c.feature_names]
+        return BagRouting(self._ownership, self.ranks, mean, weighted, owners)
 
     def create_lookup(self, *args: Any, **keywords: Any) -> Lookup:
         common = (list(self.tables.values()), self.dtype, self.ranks)
         if not self._pooled:
             return KeyLookup(*common, self._cells())
         features = [len(c.feature_names) for c in self._configs]
-        return BagLookup(*common, features, [c.pooling == PoolingType.MEAN for c in self._configs])
+        mean = [c.pooling == PoolingType.MEAN for c in self._configs]
+        return BagLookup(*common, features, mean, self._owners)
 
     def create_output_dist(self, device: torch.device | None = None) -> NoOutputDist:
         return NoOutputDist()

@@ -20,7 +20,7 @@ from embstore.checkpoint.writing import DumpJob, DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.durations import measured
 from embstore.formats.dynamicemb import WRITTEN
-from embstore.ownership import AnyOwnership, Blocks, Ownership
+from embstore.ownership import AnyOwnership, Blocks, OnRank, Ownership
 from embstore.progress import Wanted, shown
 from embstore.table import Table
 
@@ -40,7 +40,7 @@ def ownership_of(ownership: OwnershipOf, collection: str, table: str) -> AnyOwne
     if found is None:
         known = [f"{c}/{t}" for c, of in ownership.items() for t in of]  # type: ignore[union-attr]
         raise ValueError(f"tables should be among {', '.join(known)} but one is: {collection}/{table}")
-    return found if isinstance(found, Blocks) else Ownership(found)
+    return found if isinstance(found, (Blocks, OnRank)) else Ownership(found)
 
 
 class Pace:

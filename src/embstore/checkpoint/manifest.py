@@ -11,7 +11,7 @@ from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import read_sealed, sealed
 from embstore.checkpoint.spec import TableSpec, checked, count
 from embstore.formats.dynamicemb import WRITTEN
-from embstore.ownership import AnyOwnership, Blocks, Ownership
+from embstore.ownership import AnyOwnership, Blocks, OnRank, Ownership
 
 NAME = "embstore.json"
 FORMAT = "embstore-dump"
@@ -130,7 +130,8 @@ def _entry(name: str, document: Any, world: int) -> TableEntry:
     ownership = checked(document, "ownership", str)
     if ownership.upper() == Blocks.name:
         return TableEntry(spec, Blocks(count(document, "ownership_rows", 1)), rows, files)
-    return TableEntry(spec, Ownership[ownership.upper()], rows, files)
+    whole = OnRank.named(ownership.upper())
+    return TableEntry(spec, whole or Ownership[ownership.upper()], rows, files)
 
 
 def _increment(document: dict[str, Any]) -> dict[str, Any]:

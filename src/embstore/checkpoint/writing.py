@@ -29,6 +29,7 @@ from embstore.checkpoint.shared import as_records, shared_file
 from embstore.checkpoint.sources import Source, block_rows, empty_block
 from embstore.distributed.ranks import Ranks
 from embstore.formats.dynamicemb import Column, arguments_file, columns_to_write
+from embstore.ownership import OnRank, Ownership
 from embstore.progress import Progress
 from embstore.rows import Rows
 
@@ -299,9 +300,10 @@ class DumpJob:
                 file: {"bytes": sum(size for _, size, _ in covering), "crc32": combine(covering)}
                 for file, covering in pieces.items()
             }
-            arguments = arguments_file(
-                source.spec, options.layout, options.optim, source.ownership.name.lower()
-            )
+            # The original package spreads all tables; it takes the keys of any rank's file.
+            whole = isinstance(source.ownership, OnRank)
+            by = (Ownership.ROUNDROBIN if whole else source.ownership).name.lower()
+            arguments = arguments_file(source.spec, options.layout, options.optim, by)
             if arguments:
                 name, text = arguments
                 write_durably(self._draft.path / file_stem(source.collection) / name, text)

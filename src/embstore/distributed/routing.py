@@ -39,8 +39,10 @@ def route_keys(
     ownership: AnyOwnership = Ownership.ROUNDROBIN,
     *,
     unique: Sequence[bool] | None = None,
+    rank_of_cell: Sequence[int] = (),
 ) -> Route:
-    """Orders keys (n) by (owner, cell, position). In cells where `unique` says so a key is sent once."""
+    """Orders keys (n) by (owner, cell, position). In cells where `unique` says so a key is sent once. With
+    `rank_of_cell` a cell goes to that rank as a whole, whatever the ownership."""
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise ValueError(f"world should be an integer of at least 1 but is: {world!r}")
     k, o = _flat(keys, "keys"), _flat(offsets, "offsets")
@@ -60,6 +62,7 @@ def route_keys(
         rule,
         0 if flags is None else flags.data_ptr(),
         rows,
+        list(rank_of_cell),
     )
     return Route(*(torch.from_numpy(array) for array in arrays))
 

@@ -204,22 +204,18 @@ class Batch:
         self, gradients: Sequence[torch.Tensor | None], weights_wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Hands the gradients of the outputs to `update`; returns those of the weights."""
-        core_requests, of_weights, kept = [], [], []
-        if len(gradients) == 1:  # of the one tensor that all requests wrote into
-            gradient = _engine_gradient(gradients[0])
-            if self.arrange is not None and gradient is not None:
-                gradient = self.arrange(gradient)
-            gradients = [gradient] * len(self.requests)
-        for r, slots, gradient, wanted in zip(
-            self.requests, self.slots, gradients, weights_wanted, strict=True
-        ):
-            step = r.table.step_options(count=False)
-            step.gradient_scale = self.gradient_scale
+        core_requests, of_weights = [], []
+        given = [_engine_gradient(gradient) for gradient in gradients]
+        if len(given) == 1:  # of the one tensor that all requests wrote into
+            whole = given[0]
+            if self.arrange is not None and whole is not None:
+                whole = self.arrange(whole)
+            given = [whole] * len(self.requests)
+        for r, slots, g, wanted in zip(self.requests, self.slots, given, weights_wanted, strict=True):
             of_weight = None
-            if gradient is not None:
-                g = _engine_gradient(gradient)
-                assert g is not None
-                kept.append(g)
+            if g is not None:
+                step = r.table.step_options(count=False)
+                step.gradient_scale = self.gradient_scale
                 request = _core.GradientRequest(
                     slots,
                     int(r.pooling),
@@ -372,6 +368,8 @@ def as_key_tensor(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise TypeError(f"{name} should be integers but their dtype is: {ids.dtype}")
         return ids.to(device="cpu", dtype=torch.int64).reshape(-1)
+    if ids.dtype == torch.int64 and ids.is_cpu and ids.layout == torch.strided and ids.is_contiguous():
+        return ids.detach().view(-1)  # as they are: most batches
     array: torch.Tensor = as_keys(ids, name).array
     return array.view(-1)
 

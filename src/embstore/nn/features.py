@@ -45,11 +45,11 @@ class Merged:
 
 def present(known: Iterable[str], inputs: Mapping[str, Any]) -> list[str]:
     """Features of the input, in the order of the collection. Raises ValueError for an unknown one."""
-    known = list(known)
-    unknown = [feature for feature in inputs if feature not in known]
+    names = dict.fromkeys(known)
+    unknown = [feature for feature in inputs if feature not in names]
     if unknown:
-        raise ValueError(f"features should be among {known} but are: {unknown}")
-    return [feature for feature in known if feature in inputs]
+        raise ValueError(f"features should be among {list(names)} but are: {unknown}")
+    return [feature for feature in names if feature in inputs]
 
 
 def merge(asked: Mapping[str, Asked]) -> list[Merged]:

@@ -58,15 +58,21 @@ class DictStore(Store):
         return len(self.rows)
 
 
-def model_over(stores: list[DictStore], kind: str, dedup: bool, fails: bool = False) -> torch.nn.Module:
+def model_over(
+    stores: list[DictStore], kind: str, dedup: bool, fails: bool = False, sharding: str = "row_wise"
+) -> torch.nn.Module:
     def store(options: Any, rank: int) -> DictStore:
         if fails and rank == FAILING:
             raise OSError(5, "the disk of this rank is gone")
         stores.append(DictStore(row_bytes(options.dim, options.optimizer, options.dtype)))
         return stores[-1]
 
-    spec = Spec("t0", ("f0",), rows=128, options={"external_storage": store})
-    return dmp(kind, [spec], {"learning_rate": 0.5}, dedup=dedup)
+    names = ["t0"] if sharding == "row_wise" else ["before", "t0", "after"]  # t0 is on rank 1
+    specs = [
+        Spec(name, ("f0",), rows=128, options={"external_storage": store}, sharding=sharding)
+        for name in names
+    ]
+    return dmp(kind, specs, {"learning_rate": 0.5}, dedup=dedup)
 
 
 def _outcome(action: Any) -> tuple[str, str]:
@@ -81,17 +87,19 @@ def step(model: torch.nn.Module, keys: range) -> None:
     loss_of(model(bags(keys))).backward()
 
 
-def fail_in_a_step(kind: str, dedup: bool, training: bool) -> dict[str, Any]:
+def fail_in_a_step(kind: str, dedup: bool, training: bool, sharding: str = "row_wise") -> dict[str, Any]:
     """Steps, a failure, and more steps; beside them the rows of a model that never failed."""
     rank = dist.get_rank()
     batches = [range(rank, 97), range(50, 400), range(3 * rank, 97, 2)]
     stores: list[DictStore] = []
-    model, twin = model_over(stores, kind, dedup), model_over([], kind, dedup)
+    model, twin = (model_over(s, kind, dedup, sharding=sharding) for s in (stores, []))
     step(model, batches[0])
-    stores[0].broken = rank == FAILING
+    for store in stores:
+        store.broken = rank == FAILING
     model.train(training)
     answer = _outcome(lambda: step(model, batches[1]) if training else model(bags(batches[1])))
-    stores[0].broken = False
+    for store in stores:
+        store.broken = False
     model.train()
     step(model, batches[2])
     for batch in (batches[0], batches[2]):

@@ -263,9 +263,10 @@ def pipeline(dedup: bool) -> dict[str, Any]:
     return {"same": trained[0] == trained[1], "size": len(trained[0]["t0"])}
 
 
-def uneven(kind: str, dedup: bool = False) -> dict[str, Any]:
+def uneven(kind: str, dedup: bool = False, sharding: str = "row_wise") -> dict[str, Any]:
     """Rank r has r * 3 samples, so rank 0 has none; one feature is empty everywhere."""
-    model = dmp(kind, [Spec("t0", ("f0", "f1")), Spec("t1", ("f2",))], dedup=dedup)
+    specs = [Spec("t0", ("f0", "f1"), sharding=sharding), Spec("t1", ("f2",), sharding=sharding)]
+    model = dmp(kind, specs, dedup=dedup)
     batch = jagged(["f0", "f1", "f2"], 6, 3)
     lengths = batch.lengths().view(3, 6).clone()
     keep = torch.repeat_interleave(torch.tensor([1, 0, 1]).repeat_interleave(6), batch.lengths()).bool()

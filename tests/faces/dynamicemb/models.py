@@ -44,7 +44,7 @@ class Spec:
     mean: bool = False
     dtype: DataType = DataType.FP32
     options: Mapping[str, Any] | None = field(default_factory=dict)
-    sharding: str = ShardingType.ROW_WISE.value  # of a static table
+    sharding: str = ShardingType.ROW_WISE.value
 
     def config(self, kind: str) -> Any:
         common = {
@@ -72,7 +72,9 @@ class Spec:
             )
         options = {"initializer_args": CONSTANT, **self.options}
         return DynamicEmbParameterConstraints(
-            use_dynamicemb=True, dynamicemb_options=DynamicEmbTableOptions(**options)
+            sharding_types=[self.sharding],
+            use_dynamicemb=True,
+            dynamicemb_options=DynamicEmbTableOptions(**options),
         )
 
 
