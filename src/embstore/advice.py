@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.readable import bytes_text
+
 BINS_PER_DOUBLING = 8  # of reuse distances, as the engine's MissSampler counts them
 _MULTIPLES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
@@ -69,11 +71,11 @@ class Advice:
             f"based on: {self.based_on}",
         ]
         if self.points:
-            lines += ["", f"   {'rows':>15} {'bytes':>9} {'by recency':>12} {'by frequency':>14}"]
+            lines += ["", f"   {'rows':>15} {'bytes':>11} {'by recency':>12} {'by frequency':>14}"]
         for point in self.points:
             mark = "->" if point.rows == self.capacity else ""
             lines.append(
-                f"{mark:2} {point.rows:>15,} {_size(point.bytes):>9} {_percent(point.by_recency):>12} "
+                f"{mark:2} {point.rows:>15,} {bytes_text(point.bytes):>11} {_percent(point.by_recency):>12} "
                 f"{_percent(point.by_frequency):>14}"
             )
         if self.evicted:
@@ -84,13 +86,6 @@ class Advice:
 
 def _percent(rate: float | None) -> str:
     return "?" if rate is None else f"{100 * rate:.1f} %"
-
-
-def _size(n: float) -> str:
-    units = ["B", "KB", "MB", "GB", "TB"]
-    while n >= 1000 and len(units) > 1:
-        n, units = n / 1000, units[1:]
-    return f"{n:.0f} {units[0]}" if n >= 100 or units[0] == "B" else f"{n:.1f} {units[0]}"
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,6 @@ def test_advice_prints_within_80_columns_and_as_json():
     advice = Advice("user", 10**12, 10**4, 0.713, "reuse distances", 5, 100, 38, points, ("a note",))
     lines = str(advice).splitlines()
     assert max(map(len, lines)) <= 80
-    assert "->          10,000    1.0 MB       40.0 %         50.0 %" in lines
+    assert "->          10,000   976.6 KiB       40.0 %         50.0 %" in lines
     assert "evicted: about 100 rows; of these 38.0 % were asked for again" in lines
     assert json.loads(json.dumps(advice.as_dict()))["points"][2]["by_frequency"] is None
