@@ -34,7 +34,7 @@ PIP_fbgemm := fbgemm-gpu-cpu==1.8.0
 PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
 PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
-PIP_dev-tools := pytest pytest-timeout hypothesis ruff mypy clang-format==23.1.3 build \
+PIP_dev-tools := pytest pytest-timeout pytest-xdist hypothesis ruff mypy clang-format==23.1.3 build \
   pandas xxhash httpx tensorboard s3fs moto[server]
 PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis \
   fastapi uvicorn prometheus-client swagger-ui-bundle fsspec
@@ -128,16 +128,16 @@ test-cpp: setup  ## the C++ tests
 	$(call step,C++ tests: build,$(BIN)/cmake --build build/cpp)
 	@$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=ignore -j $(JOBS)
 
-# The quick tests first: units, then faces; then those that are slow or start several processes.
+# The quick tests first: units, then faces; then those that are slow or start several processes. Each of the
+# workers takes a file at a time, in this order. One of them needs about 3 GB.
 LATE := slow or multirank
+WORKERS ?= $(shell n=$(JOBS); echo $$((n < 4 ? n : 4)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test-py: setup  ## the Python tests
 	@units=$$(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d \) \
 	  ! -name faces ! -name '__pycache__' | sort); \
-	faces=$$(find tests -mindepth 1 -maxdepth 1 -name faces); \
-	$(BIN)/python -m pytest -m 'not ($(LATE))' $$units $$faces; \
-	if $(BIN)/python -m pytest -q --collect-only -m '$(LATE)' tests >build/late-tests.txt 2>&1; then \
-	  $(BIN)/python -m pytest -m '$(LATE)' tests; \
-	elif [ $$? != 5 ]; then cat build/late-tests.txt; exit 1; fi
+	$(PYTEST) -m 'not ($(LATE))' $$units tests/faces; \
+	$(PYTEST) -m '$(LATE)' $$units tests/faces
 
 lint: setup  ## formatting, lint and types
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . || true; echo 'try: make format'; exit 1; }

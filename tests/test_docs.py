@@ -1,6 +1,6 @@
 """Every Python block of docs/ runs: a page is copied top to bottom into a file in a new folder.
 
-A page finds what it says that it needs: torchrun, a Redis server, what its ```sh blocks build.
+A page finds what it says that it needs: the ranks of torchrun, a Redis server, what its ```sh blocks build.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_programs
 import pytest
 import redis_server
 
@@ -21,6 +22,11 @@ PAGES = {
 REDIS = "127.0.0.1:6379"  # what pages call their server; the test has one on a free port
 RANKS = {"docs/dynamicemb.md": 2, "docs/torchrec_dynamic_embedding.md": 2}
 BUILDS = {"docs/parameter_server.md"}
+NEEDS = {  # what takes seconds to import, by a word of the page
+    "import torch": ["torch.distributed"],
+    "torchrec": ["dynamicemb.shard", "torchrec_dynamic_embedding"],
+    "sparse_operation_kit": ["sparse_operation_kit", "tf_keras"],
+}
 # What a page has done when it ends, beside its own asserts.
 CHECKS = {
     "docs/dumps.md": """
@@ -82,11 +88,8 @@ def test_a_page_runs_from_top_to_bottom(page, tmp_path):
             bin_folder = os.path.dirname(sys.executable)
             for script in blocks(PAGES[page], "sh"):
                 run(["env", f"PATH={bin_folder}:{os.environ['PATH']}", "bash", "-euc", script], folder)
-        ranks = RANKS.get(page, 0)
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-        )
-        run([sys.executable, *launcher, "page.py"], folder)
+        needs = [module for word in NEEDS if word in program for module in NEEDS[word]]
+        forked_programs.run(["page.py"], ranks=RANKS.get(page, 0), needs=needs, cwd=folder, seconds=150)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

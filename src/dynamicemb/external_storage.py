@@ -106,10 +106,11 @@ class StorageStore(Store):
     def put(self, keys: Any, rows: Any, scores: Any) -> None:
         n, dim = len(keys), self._table.dim
         values = torch.zeros((n, self._width), dtype=self._dtype)
-        raw = torch.from_numpy(np.ascontiguousarray(rows[:, : dim * self._dtype.itemsize]))
+        # Copies: the rows may be the engine's own, which nobody writes to.
+        raw = torch.from_numpy(np.array(rows[:, : dim * self._dtype.itemsize], order="C"))
         values[:, :dim] = raw.view(self._dtype)
         if self._state_width:
-            states = torch.from_numpy(np.ascontiguousarray(rows[:, self._state_at :])).view(torch.float32)
+            states = torch.from_numpy(np.array(rows[:, self._state_at :], order="C")).view(torch.float32)
             values[:, self._widest : self._widest + self._state_width] = states.to(self._dtype)
         keys = torch.from_numpy(np.array(keys, np.int64))
         if self.updating:

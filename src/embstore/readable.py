@@ -2,6 +2,7 @@
 
 bytes_text(123456789)               "117.7 MiB"
 time_text(1_763_357_891 * 10**9)    "2025-11-17 05:38:11"       a score of nanoseconds
+duration_text(5400)                 "90.0 minutes"
 float_text(0.123456789)             "0.1235"
 spark_text([0, 1, 4, 8])            "▁▄▇█"
 """
@@ -42,15 +43,23 @@ def share_text(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def time_text(score: int, fine: bool = False) -> str:
-    """The UTC time of a score that counts nanoseconds; `fine` with milliseconds."""
+def time_text(score: int, digits: int = 0) -> str:
+    """The UTC time of a score that counts nanoseconds, with so many digits of the second."""
     moment = datetime.fromtimestamp(score // 10**9, timezone.utc)
-    return f"{moment:%Y-%m-%d %H:%M:%S}" + (f".{score // 10**6 % 1000:03}" if fine else "")
+    return f"{moment:%Y-%m-%d %H:%M:%S}" + (f".{score % 10**9:09}"[: digits + 1] if digits else "")
 
 
-def score_text(score: int, fine: bool = False) -> str:
+def score_text(score: int, digits: int = 0) -> str:
     """A time where the score can be one, else the number as it is."""
-    return time_text(score, fine) if score in TIMES else str(score)
+    return time_text(score, digits) if score in TIMES else str(score)
+
+
+def duration_text(seconds: float) -> str:
+    """In the largest unit of which there are two."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60), ("s", 1), ("ms", 1e-3)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def spark_heights(counts: Sequence[int]) -> list[float]:

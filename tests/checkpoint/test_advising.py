@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import embstore
+from embstore.readable import duration_text
 
 typer_testing = pytest.importorskip("typer.testing")
 
@@ -104,3 +105,30 @@ def test_scores_of_the_users_own_tell_nothing_and_an_empty_table_neither(tmp_pat
     embstore.dump(tmp_path / "dump", {"model": {"own": own, "empty": empty}})
     for advice in advice_of(tmp_path / "dump"):
         assert advice["based_on"].startswith("nothing") and advice["points"] == []
+
+
+def test_a_table_that_did_not_change_in_the_increments_gets_no_curve(tmp_path):
+    tables = {name: embstore.Table(name, dim=2) for name in ("user", "item")}
+    tables["item"].find_or_insert(range(97))
+    log = embstore.IncrementLog.create(tmp_path / "log", {"model": tables})
+    for step in range(3):
+        tables["user"].find_or_insert(range(step, step + 7))
+        log.append({"model": tables})
+    user, item = sorted(advice_of(tmp_path / "log"), key=lambda a: a["table"], reverse=True)
+    assert len(user["points"]) > 1 and item["points"] == []
+    assert item["based_on"] == "nothing: no id of it changed in the 3 increments"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (5 * 86400, "5.0 days"),
+        (5400, "90.0 minutes"),
+        (7.25, "7.2 s"),
+        (0.25, "250.0 ms"),
+        (0.000177, "177 µs"),
+        (0, "0 µs"),
+    ],
+)
+def test_a_duration_is_told_in_a_unit_that_fits(seconds, text):
+    assert duration_text(seconds) == text

@@ -284,6 +284,9 @@ def test_diff_takes_a_table_by_its_whole_name(tmp_path: Path) -> None:
     [
         (("get", 2**63), "key should be an integer between -9223372036854775808 and 9223372036854775807"),
         (("get", "--", -(2**63) - 1), "but is: -9223372036854775809"),
+        (("get", -(2**63) - 1), "but is: -9223372036854775809"),
+        (("get", "7", "x"), "keys should be integers but one is: x"),
+        (("get", "7", "--tabel", "user"), "there is no such option: --tabel"),
         (("top", "-n", -3), "-n should be an integer between 1 and 9223372036854775807 but is: -3"),
         (("top", "-n", 0), "but is: 0"),
         (("reshard", "out", "--world", 0), "--world should be an integer between 1 and 65536 but is: 0"),
@@ -299,7 +302,24 @@ def test_wrong_arguments_are_one_clear_line(
 
 
 def test_the_extremes_of_int64_are_keys(dumped: tuple[Path, embstore.Table]) -> None:
-    run("get", dumped[0], "--", 2**63 - 1, -(2**63))
+    for before in ((), ("--",)):
+        run("get", dumped[0], *before, 2**63 - 1, -(2**63))
+
+
+def test_a_path_that_is_no_folder_is_told_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "path should be the folder of a dump but is a file: " in run("inspect", tmp_path / "file", code=2)
+    assert "path should be the folder of a dump but does not exist: " in run("stats", tmp_path / "no", code=2)
+
+
+def test_times_of_a_histogram_differ_however_close_they_are(tmp_path: Path) -> None:
+    for span in (10**12, 10**9, 10**6, 10**3):
+        table = embstore.Table("user", dim=2)
+        now = 1_794_908_226_306_798_817
+        table.insert_or_assign(range(9), np.zeros((9, 2)), scores=[now + i * span // 8 for i in range(9)])
+        embstore.dump(tmp_path / str(span), {"model": {"user": table}})
+        times = re.findall(r"from (\S+ \S+)", run("inspect", tmp_path / str(span)))
+        assert len(times) == len(set(times)) == 8 and times == sorted(times)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,21 @@
 """Programs that use one_embedding and torchrec_dynamic_embedding as their known clients do."""
 
-import sys
 from pathlib import Path
 
+import forked_programs
 import pytest
 import redis_server
-from process_groups import run
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(250)]
 
 
 def _run(program, world, argument):
-    start = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    path = str(Path(__file__).with_name(program))
-    output = run([*start, f"--nproc-per-node={world}", path, argument], 240)
+    output = forked_programs.run(
+        [Path(__file__).with_name(program), argument],
+        ranks=world,
+        needs=["one_embedding", "torchrec_dynamic_embedding"],
+        seconds=200,
+    )
     assert output.count(f"of {world}: all well") == world, output[-6000:]
 
 

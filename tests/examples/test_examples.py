@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import forked_programs
 import numpy as np
 import pytest
 import redis_server
@@ -18,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
 
 
-def example(*arguments: object, ranks: int = 0, seconds: int = 110) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    return run([sys.executable, *launcher, *map(str, arguments)], seconds, cwd=ROOT)
+def example(*arguments: object) -> str:
+    needs = ["dynamicemb.shard", "torchrec_dynamic_embedding"]
+    return forked_programs.run(arguments, needs=needs, seconds=110, cwd=ROOT)
 
 
 def numbers(pattern: str, output: str) -> list[float]:
@@ -61,7 +62,8 @@ def test_the_dlrm_learns_from_a_file_of_criteo_on_two_ranks(tmp_path):
     lines = made_up()
     data = tmp_path / "day_0"
     data.write_text("".join(f"{next(lines)}\n" for _ in range(512 * 30 + 7)))
-    output = example("examples/dlrm_torchrun.py", "--data", data, ranks=2, seconds=180)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    output = run([*torchrun, "examples/dlrm_torchrun.py", "--data", str(data)], 180, cwd=ROOT)
     losses, rows = numbers(r"loss ([\d.]+)", output), numbers(r"([\d,]+) rows", output)
     assert len(losses) == 3 and losses[-1] < losses[0] and rows[-1] > rows[0]
 

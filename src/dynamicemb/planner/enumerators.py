@@ -27,8 +27,9 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     """TorchRec's constraints of a table, and whether it is dynamic. This is the one place to say so.
 
     Args:
-        sharding_types: of a dynamic table: None or ["row_wise"] spreads its rows over all ranks, ["table_wise"]
-            keeps it on one rank, and with both it is table-wise where at least as many tables as ranks allow it.
+        sharding_types: of a dynamic table. None or ["row_wise"] spreads its rows over all ranks,
+            ["table_wise"] keeps it on one rank; with both it is table-wise where at least as many tables as
+            ranks allow it.
         use_dynamicemb: True makes the table dynamic.
         dynamicemb_options: its options; each instance has its own.
 

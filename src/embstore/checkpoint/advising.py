@@ -23,6 +23,7 @@ from embstore.checkpoint.replaying import Replay
 from embstore.checkpoint.spec import CLOCK_STRATEGIES
 from embstore.formats.columns import Columns
 from embstore.options import DEFAULT_MAX_CAPACITY
+from embstore.readable import duration_text
 
 _FEW_INCREMENTS = 2  # an id has to be able to come back
 
@@ -52,8 +53,11 @@ def _from_increments(table: Columns, steps: Sequence[DumpTable]) -> Advice:
         keys, removed = all_keys(step), removed_keys(step)
         sampler.use(address(keys), len(keys))
         sampler.evict(address(removed), len(removed))
+    sample = MissSample(*sampler.sample())
+    if sample.uses == 0:
+        return _without_curve(table, f"nothing: no id of it changed in the {len(steps)} increments")
     return advice_from(
-        MissSample(*sampler.sample()),
+        sample,
         capacity,
         _row_bytes(table),
         table=table.label,
@@ -80,10 +84,16 @@ def _from_scores(table: Columns) -> Advice:
         notes = _ages(scores, strategy)
     else:
         based_on = "nothing: the scores of the dump do not tell how ids are used"
+    return _without_curve(table, based_on, points, notes)
+
+
+def _without_curve(
+    table: Columns, based_on: str, points: tuple[Point, ...] = (), notes: tuple[str, ...] = ()
+) -> Advice:
     return Advice(
         table=table.label,
         rows=table.rows,
-        capacity=capacity,
+        capacity=_capacity(table),
         hit_rate=None,
         based_on=based_on,
         ids=table.rows,
@@ -117,13 +127,6 @@ def _ages(scores: npt.NDArray[np.uint64], strategy: str) -> tuple[str, ...]:
     for share in (0.25, 0.5, 0.75, 0.9, 1.0):
         rows = max(round(share * len(scores)), 1)
         age = newest - int(oldest_first[-rows])
-        text = f"{age:,} batches" if strategy == "step" else _duration(age / 1e9)
+        text = f"{age:,} batches" if strategy == "step" else duration_text(age / 1e9)
         notes.append(f"{rows:,} rows hold what was used in the last {text}")
     return tuple(notes)
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.3g} seconds"

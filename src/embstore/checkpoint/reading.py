@@ -205,7 +205,8 @@ class Dump(Mapping[str, dict[str, DumpTable]]):
         self.path = path
         self._states = states
         if not path.is_dir():
-            raise FileNotFoundError(f"path should be the folder of a dump but is: {path}")
+            what = "is a file" if path.exists() else "does not exist"
+            raise FileNotFoundError(f"path should be the folder of a dump but {what}: {path}")
         self._tables: dict[str, dict[str, DumpTable]] = {}
         folders = collection_folders(path)
         if not folders:

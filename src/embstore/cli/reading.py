@@ -35,7 +35,6 @@ from embstore.readable import bytes_text, float_text, histogram, score_text
 from embstore.rows import Rows
 
 BAR = 24  # columns of the longest
-FINE_NANOSECONDS = 60 * 10**9  # times that are closer need milliseconds
 
 
 @app.command()
@@ -92,12 +91,20 @@ def _print_histogram(ranges: list[tuple[int, int, int]]) -> None:
     if not ranges:
         return
     most = max(count for _, _, count in ranges)
-    fine = ranges[-1][0] - ranges[0][0] < FINE_NANOSECONDS
-    lows = [score_text(low, fine) for low, _, _ in ranges]
+    lows = _told_apart([low for low, _, _ in ranges])
     counts = [f"{count:,}" for _, _, count in ranges]
     for low, count, (_, _, n) in zip(lows, counts, ranges):
         line = f"    from {low:>{max(map(len, lows))}}  {count:>{max(map(len, counts))}}  "
         typer.echo((line + "█" * (BAR * n // most)).rstrip())
+
+
+def _told_apart(scores: list[int]) -> list[str]:
+    """Scores as texts; times with as many digits as it takes to see that they differ."""
+    for digits in (0, 3, 6, 9):
+        texts = [score_text(score, digits) for score in scores]
+        if len(set(texts)) == len(scores):
+            break
+    return texts
 
 
 @app.command()
@@ -115,21 +122,21 @@ def verify(path: DumpPath, as_json: Json = False) -> None:
         say(f"{label}: has no manifest, only its sizes were checked", "yellow")
 
 
-@app.command()
+# A negative key looks like an option, and is none.
+@app.command(context_settings={"ignore_unknown_options": True})
 def get(
     path: DumpPath,
-    keys: Annotated[list[int], typer.Argument(help="keys; put -- before negative ones")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEYS...", help="int64 keys", show_default=False)],
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
     """Vectors and scores of keys. Exit code 1 when one is missing everywhere."""
     with refusals(as_json):
-        for key in keys:
-            as_integer(key, -(2**63), 2**63 - 1, "key")
+        wanted = [_as_key(text) for text in keys]
         rows, found = [], set()
         with working("reading"):
             for stored in selected(open_any(path).tables, table):
-                for key, at in zip(keys, stored.locate(keys).tolist()):
+                for key, at in zip(wanted, stored.locate(wanted).tolist()):
                     if at >= 0:
                         found.add(key)
                         score = int(stored.scores[at])
@@ -143,9 +150,18 @@ def get(
         facts = {"key": str(row["key"]), "score": score_text(row["score"]), "vector": vector}
         print_card("" if row["table"] == before else row["table"], facts)
         before = row["table"]
-    missing = [key for key in keys if key not in found]
+    missing = [key for key in wanted if key not in found]
     if missing:
         raise refused("missing", " ".join(map(str, missing)), DIFFERENT, as_json)
+
+
+def _as_key(text: str) -> int:
+    try:
+        key = int(text)
+    except ValueError:
+        what = "there is no such option" if text.startswith("-") else "keys should be integers but one is"
+        raise ValueError(f"{what}: {text}") from None
+    return as_integer(key, -(2**63), 2**63 - 1, "key")
 
 
 @app.command()

@@ -90,6 +90,7 @@ def _train(module: Tables, seed: int, ids: int) -> torch.Tensor:
     return out.detach()
 
 
+@pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 @pytest.mark.parametrize("caching", [False, True])
 def test_training_over_a_storage_equals_training_in_memory(caching: bool) -> None:
     stored, plain, storage = _modules(caching=caching)

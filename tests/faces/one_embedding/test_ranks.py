@@ -1,9 +1,8 @@
 """Several ranks see the vectors of one process, and snapshots move between numbers of ranks."""
 
-import subprocess
-import sys
 import textwrap
 
+import forked_programs
 import pytest
 
 SCRIPT = textwrap.dedent(
@@ -92,16 +91,7 @@ SCRIPT = textwrap.dedent(
 def run(tmp_path, world, *arguments):
     script = tmp_path / "rank.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", "--standalone"]
-    done = subprocess.run(
-        [*command, str(script), *map(str, arguments)],
-        timeout=100,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
+    return forked_programs.run([script, *arguments], ranks=world, needs=["one_embedding"], seconds=100)
 
 
 @pytest.mark.multirank

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import forked_programs
 import pytest
 from faces.sparse_operation_kit import ranks
 from process_groups import run
@@ -12,18 +13,19 @@ from process_groups import run
 from sparse_operation_kit import communication
 
 PROGRAM = Path(__file__).with_name("ranks.py")
+NEEDS = ["sparse_operation_kit", "tf_keras", "torch.distributed"]
 needs_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="horovod is not installed"
 )
 
 
-def torchrun(count, program, *arguments):
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    return run([*start, str(program), *map(str, arguments)], 400)
-
-
 def launch(count, *arguments):
-    output = torchrun(count, PROGRAM, *arguments)
+    output = forked_programs.run(
+        [PROGRAM, *arguments],
+        ranks=count,
+        needs=NEEDS,
+        seconds=400,
+    )
     assert output.count("all well") == count, output[-6000:]
 
 
@@ -58,7 +60,7 @@ def test_a_dump_of_two_ranks_loads_into_three_that_evict_and_report_changes_too(
 @pytest.mark.multirank
 @pytest.mark.timeout(450)
 def test_the_example_trains_on_two_ranks_and_finds_its_rows_again_after_a_reload():
-    output = torchrun(2, "examples/sok_dlrm.py", "--steps=60")
+    output = forked_programs.run(["examples/sok_dlrm.py", "--steps=60"], ranks=2, needs=NEEDS, seconds=400)
     lines = re.findall(r"held-out loss ([0-9.]+), after a reload ([0-9.]+)", output)
     assert len(lines) == 2 and len({loss for line in lines for loss in line}) == 1, output
     assert float(lines[0][0]) < 0.63  # a model that learned nothing has ln 2

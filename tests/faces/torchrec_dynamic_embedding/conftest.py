@@ -4,13 +4,13 @@ from faces.torchrec_dynamic_embedding import twins
 
 
 @pytest.fixture(scope="package", autouse=True)
-def process_group(tmp_path_factory):
+def process_group():
     """One gloo rank: this process."""
     import torch
     import torch.distributed as dist
 
     threads = torch.get_num_threads()
-    twins.start(rendezvous=tmp_path_factory.mktemp("group") / "rendezvous")
+    twins.start()
     yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)

@@ -1,43 +1,34 @@
-"""Child processes of the tests: `python -m faces.torchrec_dynamic_embedding.ranks ROLE …`, one a rank."""
+"""What ranks do in the tests, each in a process of its own: `ranks.py ROLE ARGUMENTS-AS-JSON`."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
+sys.path.insert(0, str(TESTS))
+
+import forked_programs  # noqa: E402
 
 
-def launch(role, *arguments, world=1, directory, seconds=110):
-    """Runs a role on `world` ranks and returns (exit code, output) of each; all are dead afterwards."""
-    rendezvous = directory / f"rendezvous-{time.monotonic_ns()}"
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    processes, logs = [], []
-    try:
-        for rank in range(world):
-            logs.append(directory / f"{role}-{rank}-{time.monotonic_ns()}.log")
-            command = [sys.executable, "-m", "faces.torchrec_dynamic_embedding.ranks", role]
-            command += [str(rank), str(world), str(rendezvous), json.dumps(arguments)]
-            with logs[-1].open("wb") as log:
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        deadline = time.monotonic() + seconds
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
-        return [(process.poll(), log.read_text()) for process, log in zip(processes, logs)]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait(10)
+def launch(role, *arguments, world=1, seconds=110):
+    """Runs a role on `world` ranks, all of which have to succeed."""
+    program = [__file__, role, json.dumps(arguments)]
+    forked_programs.run(program, ranks=world, needs=["torchrec_dynamic_embedding"], seconds=seconds)
 
 
-def expect_success(results):
-    for rank, (code, output) in enumerate(results):
-        assert code == 0, f"rank {rank} ended with {code}:\n{output[-3000:]}"
+def in_a_new_interpreter(role, *arguments, seconds):
+    """The exit code of a role in a process that no other was forked for, and its output."""
+    done = subprocess.run(
+        [sys.executable, __file__, role, json.dumps(arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stdout
 
 
 # ---- roles: what a rank does
@@ -169,6 +160,5 @@ def leaves_early(how):
 if __name__ == "__main__":
     from faces.torchrec_dynamic_embedding.twins import start
 
-    _, role_name, rank_, world_, rendezvous_, arguments_ = sys.argv
-    start(int(rank_), int(world_), rendezvous_)
-    globals()[role_name](*json.loads(arguments_))
+    start()
+    globals()[sys.argv[1]](*json.loads(sys.argv[2]))

@@ -45,13 +45,13 @@ def test_the_comparison_notices_slots_that_are_given_away_too_early(monkeypatch)
 
 @pytest.mark.multirank
 @pytest.mark.timeout(300)
-def test_two_ranks_train_as_two_ranks_with_room_for_all_ids(redis, tmp_path):
-    ranks.expect_success(ranks.launch("twins", redis.where, world=2, directory=tmp_path, seconds=280))
+def test_two_ranks_train_as_two_ranks_with_room_for_all_ids(redis):
+    ranks.launch("twins", redis.where, world=2, seconds=280)
 
 
 @pytest.mark.multirank
-def test_a_failure_of_one_rank_reaches_all_and_the_next_epoch_works(redis, tmp_path):
-    ranks.expect_success(ranks.launch("failing_rank", redis.where, world=2, directory=tmp_path))
+def test_a_failure_of_one_rank_reaches_all_and_the_next_epoch_works(redis):
+    ranks.launch("failing_rank", redis.where, world=2)
 
 
 @pytest.mark.multirank
@@ -60,7 +60,7 @@ def test_a_new_process_with_the_same_url_continues_with_the_same_losses(redis, t
     for _ in range(2):
         paths = str(tmp_path / "parts.pt"), str(tmp_path / "parts.json")
         url = f"redis://{redis.where}/?prefix=parts"
-        ranks.expect_success(ranks.launch("interrupted", url, 9, *paths, directory=tmp_path))
+        ranks.launch("interrupted", url, 9, *paths)
         losses += json.loads((tmp_path / "parts.json").read_text())
     paths = str(tmp_path / "whole.pt"), str(tmp_path / "whole.json")
     ranks.interrupted(f"redis://{redis.where}/?prefix=whole", 18, *paths)
@@ -69,8 +69,8 @@ def test_a_new_process_with_the_same_url_continues_with_the_same_losses(redis, t
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(("how", "code"), [("raise", 7), ("stay", 0)])
-def test_the_interpreter_exits_by_itself_in_mid_epoch(how, code, tmp_path):
-    [(found, output)] = ranks.launch("leaves_early", how, directory=tmp_path, seconds=60)
+def test_the_interpreter_exits_by_itself_in_mid_epoch(how, code):
+    found, output = ranks.in_a_new_interpreter("leaves_early", how, seconds=60)
     assert found == code, output[-2000:]
 
 

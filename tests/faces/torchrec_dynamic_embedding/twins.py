@@ -1,5 +1,6 @@
 """Trains a wrapped model and its static twin on the same batches, and compares all that can be compared."""
 
+import os
 from collections import deque
 
 import numpy as np
@@ -149,6 +150,10 @@ class _Remaining:
         return iter(loader_of(self._run.data[self._run.done :]))
 
 
-def start(rank=0, world=1, rendezvous=None):
+def start():
+    """Joins the ranks that were started together, or is the only one."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
