@@ -58,13 +58,20 @@ endef
 
 checksum = $(firstword $(shell printf '%s' '$(1)' | cksum))
 stamp = $(VENV)/.done-$(1).$(call checksum,$(PIP_$(1)))
+# `make setup LOCKED=1`: the files of requirements.lock instead; the environment then stays with them.
+LOCKED ?= $(if $(wildcard $(VENV)/.done-locked.*),1)
+ifeq ($(LOCKED),1)
+STAMPS := $(VENV)/.done-locked.$(firstword $(shell cksum requirements.lock))
+TEST_STAMPS := $(STAMPS)
+else
 STAMPS := $(foreach s,$(STEPS),$(call stamp,$(s)))
 TEST_STAMPS := $(foreach s,$(TEST_STEPS),$(call stamp,$(s)))
+endif
 PACKAGE := build/.done-package
 # An editable install keeps a list of modules, so it is repeated when one comes or goes.
 MODULES := build/.modules.$(call checksum,$(sort $(shell find src -name '*.py')))
 
-.PHONY: setup wheel docs demo test lint format bench movielens sanitize trust clean help test-cpp test-py
+.PHONY: setup wheel docs demo test lint format bench movielens sanitize trust lock sbom clean help test-cpp test-py
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -91,6 +98,13 @@ $(call stamp,$(1)): $(2)
 endef
 previous := $(VENV)/.done-venv
 $(foreach s,$(STEPS) $(TEST_STEPS),$(eval $(call pip_rule,$(s),$(previous)))$(eval previous := $(call stamp,$(s))))
+
+$(VENV)/.done-locked.%: $(VENV)/.done-venv
+	@$(BIN)/python -c 'import platform, sys; sys.exit((*sys.version_info[:2], sys.platform, platform.machine()) \
+	  != (3, 11, "linux", "x86_64"))' || { echo "requirements.lock is for CPython 3.11 on Linux x86-64"; exit 1; }
+	$(call step,the packages of requirements.lock,$(BIN)/python -m pip install --no-input --require-hashes --no-deps \
+	  -r requirements.lock)
+	@rm -f $(VENV)/.done-locked.*; touch $@
 
 # Programs that tests start: a server for the Redis store, a browser for pages. Tried, never required.
 define system_program
@@ -178,12 +192,18 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.faults
 	@$(BIN)/python -m trust.fuzz
 
+lock: setup  ## requirements.lock: the versions and hashes of what .venv has
+	@$(BIN)/python .ci/lock
+
+sbom: setup  ## what the wheel depends on, as CycloneDX in build/sbom.json
+	@$(BIN)/python .ci/sbom build/sbom.json
+
 wheel:  ## wheels for CPython 3.10 to 3.13 in dist/, each tested without a compiler
 	@.ci/wheels
 
 # Only this step installs what builds the pages.
 DOCS := $(VENV)/.done-docs.$(call checksum,$(PIP_docs))
-$(DOCS): $(previous)
+$(DOCS): $(lastword $(TEST_STAMPS))
 	$(call step,docs tools,$(BIN)/python -m pip install --no-input $(foreach r,$(PIP_docs),'$(r)'))
 	@rm -f $(VENV)/.done-docs.*; touch $@
 
