@@ -24,6 +24,7 @@ PROGRAMS = (
     "limits",
     "stores",
     "dmp",
+    "small_batches",
     "dumps",
     "parameter_server",
     "serving",

@@ -149,11 +149,16 @@ def engine_dtype(dtype: torch.dtype) -> DType | None:
     return known.get(dtype)
 
 
+_SMALL_BYTES = 1 << 16  # what malloc gives without asking the kernel for pages
+
+
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor from the engine's pool of recycled outputs, not initialised."""
+    """A tensor that is not initialised; a large one is from the engine's pool of recycled outputs."""
     import torch
 
     count = 1
     for size in shape:
         count *= size
+    if count * dtype.itemsize <= _SMALL_BYTES:
+        return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(_core.empty_bytes(count * dtype.itemsize)).view(dtype).view(shape)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from embstore import _core
 from embstore.arrays import as_keys, empty_tensor, engine_dtype, torch_dtype
@@ -369,7 +370,7 @@ def as_key_tensor(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
             raise TypeError(f"{name} should be integers but their dtype is: {ids.dtype}")
         return ids.to(device="cpu", dtype=torch.int64).reshape(-1)
     if ids.dtype == torch.int64 and ids.is_cpu and ids.layout == torch.strided and ids.is_contiguous():
-        return ids.detach().view(-1)  # as they are: most batches
+        return ids if ids.dim() == 1 else ids.view(-1)  # as they are: most batches
     array: torch.Tensor = as_keys(ids, name).array
     return array.view(-1)
 
@@ -379,9 +380,7 @@ def as_offsets(offsets: torch.Tensor, n: int, *, include_last: bool) -> torch.Te
     if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1:
         raise ValueError(f"offsets should be a tensor of one dimension but is: {offsets!r}")
     flat = as_key_tensor(offsets, "offsets")
-    if include_last:
-        return flat
-    return torch.cat([flat, flat.new_full((1,), n)])
+    return flat if include_last else pad(flat, (0, 1), value=n)
 
 
 def as_weights(weights: torch.Tensor, n: int) -> torch.Tensor:
