@@ -142,8 +142,8 @@ test-cpp: setup  ## the C++ tests
 	$(call step,C++ tests: build,$(BIN)/cmake --build build/cpp)
 	@$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=ignore -j $(JOBS)
 
-# The quick tests first: units, then faces; then those that are slow or start several processes. Each of the
-# workers takes a file at a time, in this order. One of them needs about 3 GB.
+# The quick tests first: units, then faces; then those that are slow or start several processes, the longest of
+# them first. Each of the workers takes a file at a time, in this order.
 LATE := slow or multirank
 WORKERS ?= $(shell n=$(JOBS); echo $$((n < 4 ? n : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -151,7 +151,7 @@ test-py: setup  ## the Python tests
 	@units=$$(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d \) \
 	  ! -name faces ! -name '__pycache__' | sort); \
 	$(PYTEST) -m 'not ($(LATE))' $$units tests/faces; \
-	$(PYTEST) -m '$(LATE)' $$units tests/faces
+	$(PYTEST) -m '$(LATE)' tests/trust tests/examples tests/faces $$units
 
 lint: setup  ## formatting, lint and types
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . || true; echo 'try: make format'; exit 1; }

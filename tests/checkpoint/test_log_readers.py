@@ -229,7 +229,7 @@ def test_followers_beside_appends_and_compactions_are_never_empty_or_mixed(tmp_p
     work = (follow, load, reload, look, lambda: compactor.compact() and None, compactor.verify)
     threads = [guarded(w) for w in work]
     try:
-        for number in range(1, 60):
+        for number in range(1, 30):
             if done.is_set():
                 break
             step(trainer, number)
