@@ -177,6 +177,9 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.same_bits
 	@$(BIN)/python -m trust.faults
 	@$(BIN)/python -m trust.fuzz
+	@$(BIN)/python -m trust.mutation
+	@$(BIN)/python -m trust.soak
+	@$(BIN)/python -m trust.load
 
 wheel:  ## wheels for CPython 3.10 to 3.13 in dist/, each tested without a compiler
 	@.ci/wheels
