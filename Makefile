@@ -191,6 +191,9 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.same_bits
 	@$(BIN)/python -m trust.faults
 	@$(BIN)/python -m trust.fuzz
+	@$(BIN)/python -m trust.mutation
+	@$(BIN)/python -m trust.soak
+	@$(BIN)/python -m trust.load
 
 lock: setup  ## requirements.lock: the versions and hashes of what .venv has
 	@$(BIN)/python .ci/lock
