@@ -14,6 +14,9 @@ A ratio is theirs / ours in time, so above 1 we are faster. The rules, the same 
      are neighbours; embstore gets that number scattered over int64.
   5. Where a peer can be set up in several ways, the fastest one we found is among those shown.
 
+First comes what the memory of this machine can do, measured on the spot. "of limit" is the time that it
+needs for the cache lines and bytes that a work has to move, over the time that we take (machine.py).
+
 To add a work: write a function with @register("name") in a module here, and name the module in PROGRAMS.
 """
 

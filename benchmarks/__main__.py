@@ -13,13 +13,15 @@ from pathlib import Path
 
 from . import PROGRAMS
 from . import __doc__ as RULES
+from .machine import BYTES, measure
 from .other_load import OtherLoad
 from .registry import QUICK, WORKS, Row, Run, Sizes
 
 FULL_JSON = Path("build/bench.json")
 PARTIAL_JSON = Path("build/bench-partial.json")  # so that a partial run does not replace a full one
 MOST_OTHER_CORES = 0.1
-LINE = "{:<58} {:<40} {:>7} {:>7} {:>6} {:>5}  {:<5}  {}"
+LINE = "{:<58} {:<40} {:>7} {:>7} {:>6} {:>5}  {:<5} {:>8}  {}"
+QUICK_BYTES = 32 << 20
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -46,8 +48,9 @@ def selected(patterns: list[str] | None) -> list[str]:
 def show(row: Row) -> None:
     wanted, goal = (("-" if mark is None else f"{mark:g}x") for mark in (row.wanted, row.goal))
     ratio = f"{row.ratio:.2f}x"
+    share = "" if row.share is None else f"{row.share:.0%}"
     print(
-        LINE.format(row.work, row.against, row.threads, ratio, wanted, goal, row.verdict, row.detail),
+        LINE.format(row.work, row.against, row.threads, ratio, wanted, goal, row.verdict, share, row.detail),
         flush=True,
     )
 
@@ -66,12 +69,16 @@ def main() -> int:
         print("\n".join(names))
         return 0
     threads = tuple(int(count) for count in options.threads.split(","))
-    run = Run(threads, QUICK if options.quick else Sizes())
+    limits = measure(threads, QUICK_BYTES if options.quick else BYTES)
+    run = Run(threads, QUICK if options.quick else Sizes(), limits)
     partial = bool(options.only) or options.quick or threads != (1, 2)
     path = options.out or (PARTIAL_JSON if partial else FULL_JSON)
 
     print(f"{os.cpu_count()} cores{', quick: figures mean nothing' if options.quick else ''}")
-    print(LINE.format("work", "against", "threads", "ratio", "wanted", "goal", "", ""))
+    for count, limit in limits.items():
+        copied, lines = limit.copied_bytes_per_second / 1e9, limit.random_lines_per_second / 1e6
+        print(f"memory with {count} thread(s): copies {copied:.1f} GB/s, reads {lines:.0f} M random lines/s")
+    print(LINE.format("work", "against", "threads", "ratio", "wanted", "goal", "", "of limit", ""))
     rows: list[Row] = []
     failed: list[str] = []
     for name in names:

@@ -19,7 +19,7 @@ import embstore
 
 from .ids import NewIds, zipf_batches
 from .registry import Row, Run, register
-from .static_tables import EPS, GRADIENT_SCALE, LEARNING_RATE
+from .static_tables import EPS, GRADIENT_SCALE, LEARNING_RATE, traffic
 from .tables import INITIALIZER_BOUND, embedding, fill, full_embedding, twin_of
 from .timing import Side, interleave, rate
 
@@ -170,7 +170,8 @@ def two_threads(run: Run, dim: int, train: bool) -> Iterator[Row]:
     work = f"{'row-wise Adagrad step' if train else 'forward'}, {sizes.rows:,} rows, dim {dim}"
     our_time, their_time = interleave(sides, sizes.rounds, sizes.warmup_rounds, settle_seconds=0)
     detail = rate(sizes.batch, our_time, their_time)
-    yield Row(work, "itself, 1 thread", 2, their_time / our_time, 1.6, 1.9, detail)
+    share = run.share(2, our_time, **traffic(module, batches.keys, train))
+    yield Row(work, "itself, 1 thread", 2, their_time / our_time, 1.6, 1.9, detail, share)
     module.table.close()
 
 

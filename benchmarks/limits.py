@@ -101,7 +101,10 @@ def find(run: Run) -> Iterator[Row]:
         speed = sizes.batch / statistics.median(seconds) / threads
         detail = f"{speed / 1e6:.1f} M keys/s a thread"
         work = f"find alone, {count:,} resident keys, uniform"
-        yield Row(work, "40 M keys/s a thread", threads, speed / FIND_KEYS_PER_SECOND, 1.0, 1.0, detail)
+        share = run.share(threads, statistics.median(seconds), lines=sizes.batch)
+        yield Row(
+            work, "40 M keys/s a thread", threads, speed / FIND_KEYS_PER_SECOND, 1.0, 1.0, detail, share
+        )
     if not all(bool(table.contains(keys).all()) for keys in batches):
         raise RuntimeError("all keys should be found but some were not")
     table.close()

@@ -1,7 +1,9 @@
 """What a work is, what it yields, and the list of all of them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .machine import Limits
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Row:
     wanted: float | None  # the least that is acceptable; None where the line is for information only
     goal: float | None
     detail: str = ""  # the figures behind the ratio
+    share: float | None = None  # of what the machine's memory can do (machine.py)
 
     @property
     def verdict(self) -> str:
@@ -55,6 +58,12 @@ class Run:
 
     threads: tuple[int, ...]
     sizes: Sizes
+    limits: dict[int, Limits] = field(default_factory=dict)  # by threads; empty: not measured
+
+    def share(self, threads: int, seconds: float, lines: float = 0, copied_bytes: float = 0) -> float | None:
+        """The least time for this traffic over the time that we took."""
+        limits = self.limits.get(threads)
+        return None if limits is None else limits.seconds(lines, copied_bytes) / seconds
 
 
 Work = Callable[[Run], Iterator[Row]]

@@ -24,6 +24,7 @@ import embstore
 from embstore.optimizers import EpsPlacement
 
 from .ids import Batches, zipf_batches
+from .machine import row_lines
 from .registry import Row, Run, register
 from .tables import INITIALIZER_BOUND, require_same, twin_of
 from .timing import Side, interleave, rate, set_threads
@@ -95,6 +96,16 @@ def side(forward: Forward, ids: list[torch.Tensor], grad: torch.Tensor | None, p
     return Side(step)
 
 
+def traffic(module: Any, ids: list[torch.Tensor], train: bool) -> dict[str, float]:
+    """What a step has to move: a line of the index and the lines of the row for each distinct id, and
+    each output (read for ownership and written); in training each gradient too (read)."""
+    distinct = sum(len(torch.unique(batch)) for batch in ids) / len(ids)
+    vector_bytes = 4 * module.table.dim
+    lines = 1 + row_lines(module.table.row_bytes if train else vector_bytes)
+    outputs = len(ids[0]) * vector_bytes
+    return {"lines": distinct * lines, "copied_bytes": outputs * (1.5 if train else 1.0)}
+
+
 def compare(
     run: Run, work: str, peers: list[Peer], optimizer: Any, batches: Batches, train: bool, marks: Marks
 ) -> Iterator[Row]:
@@ -111,12 +122,14 @@ def compare(
     sides = [side(ours, batches.keys, own_grad(), None)]
     sides += [side(peer.forward, batches.rows, own_grad(), peer) for peer in peers]
     inserts = ours.table.stats().inserts
+    moved = traffic(ours, batches.keys, train)
     for threads in run.threads:
         set_threads(threads)
         our_time, *their_times = interleave(sides, run.sizes.rounds, run.sizes.warmup_rounds)
         for peer, their_time in zip(peers, their_times, strict=True):
             detail = rate(run.sizes.batch, our_time, their_time)
-            yield Row(work, peer.against, threads, their_time / our_time, *marks, detail)
+            share = run.share(threads, our_time, **moved)
+            yield Row(work, peer.against, threads, their_time / our_time, *marks, detail, share)
     if ours.table.stats().inserts != inserts:
         raise RuntimeError("all ids should be resident but some were inserted")
     with torch.no_grad():
