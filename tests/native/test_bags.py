@@ -137,3 +137,10 @@ def test_non_contiguous_ids_and_gradients_are_read_in_their_order():
     gradient = torch.arange(24.0).view(2, 4, 3).permute(1, 2, 0)
     out.backward(gradient)
     np.testing.assert_array_equal(table.find(ids.contiguous())[0], ids[..., None] - gradient)
+
+
+def test_every_second_of_a_row_of_ids_is_read_in_its_order():
+    module = embstore.EmbeddingBag(2, initializer=embstore.Uniform(-1.0, 1.0), seed=7)
+    ids, offsets = torch.arange(10), torch.tensor([0, 9, 2, 9, 3, 9])
+    expected = module(torch.tensor([0, 2, 4, 6, 8]), torch.tensor([0, 2, 3]))
+    torch.testing.assert_close(module(ids[::2], offsets[::2]), expected, rtol=0, atol=0)

@@ -365,6 +365,8 @@ def as_key_tensor(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
     """Keys of any integer type, shape and device as a flat int64 tensor on the CPU."""
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{name} should be a tensor but is: {type(ids).__name__}")
+    if ids.dtype == torch.int64 and ids.dim() == 1 and ids.is_cpu and ids.layout == torch.strided:
+        return ids.contiguous()  # spares small batches of many features the rest
     if torch.compiler.is_compiling():  # without addresses
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise TypeError(f"{name} should be integers but their dtype is: {ids.dtype}")
