@@ -1,6 +1,7 @@
 """Every public name explains itself: what it does, its arguments, its errors, and an example that runs."""
 
 import inspect
+import re
 
 import docstrings
 import pytest
@@ -46,6 +47,14 @@ def test_a_public_name_explains_every_argument_and_its_example_runs(name):
     docstrings.require_example(NAMES[name])
     if name != "embstore.Stats":  # made by tables alone; its text explains the fields
         docstrings.require_explained(NAMES[name])
+
+
+def test_the_reference_has_every_public_name_and_every_method_of_a_table():
+    places = [name.replace("embstore.Embedding", "embstore.nn.modules.Embedding") for name in NAMES]
+    docstrings.require_listed("api.md", places)
+    page = (docstrings.DOCS / "api.md").read_text()
+    listed = re.findall(r"^        - (\w+)$", page, re.MULTILINE)
+    assert set(listed) == METHODS.keys() | {name for name, _ in PROPERTIES if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", NAMES)
