@@ -24,22 +24,6 @@ struct Parts {
         lengths(reinterpret_cast<int32_t*>(weights + (weighted ? n : 0))) {}
 };
 
-using OwnerRank = uint16_t;
-constexpr uint32_t kMostRanks = 1u << 16;
-
-// The owners of some keys.
-void FindOwners(std::span<const int64_t> keys, const BagOwners& owners, OwnerRank* ranks) {
-  const uint32_t world = owners.world;
-  if (owners.ownership == Ownership::kRoundRobin && (world & (world - 1)) == 0) {
-    const auto mask = static_cast<OwnerRank>(world - 1);
-    for (size_t i = 0; i < keys.size(); ++i) ranks[i] = static_cast<OwnerRank>(keys[i]) & mask;
-    return;
-  }
-  for (size_t i = 0; i < keys.size(); ++i) {
-    ranks[i] = static_cast<OwnerRank>(Owner(keys[i], world, owners.ownership, owners.rows));
-  }
-}
-
 struct Packing {
   const BagBatch& bags;
   const BagOwners& owners;
@@ -65,7 +49,8 @@ struct Packing {
       return;
     }
     OwnerRank* const rank = ranks.as<OwnerRank>() + first;
-    FindOwners(bags.keys.subspan(static_cast<size_t>(first), static_cast<size_t>(n)), owners, rank);
+    FindOwners(bags.keys.subspan(static_cast<size_t>(first), static_cast<size_t>(n)), owners.world,
+               owners.ownership, owners.rows, rank);
     // Four of each, so that an increment does not wait for the one before.
     constexpr int64_t kLanes = 4;
     std::vector<uint32_t> lanes(kLanes * owners.world);
@@ -111,10 +96,7 @@ struct Packing {
 };
 
 void Validate(const BagBatch& bags, const BagOwners& owners) {
-  if (owners.world < 1 || owners.world > kMostRanks) {
-    throw InvalidArgument("world should be between 1 and " + std::to_string(kMostRanks) +
-                          " but is: " + std::to_string(owners.world));
-  }
+  RequireWorld(owners.world);
   RequireBatchSize(bags.keys.size());
   ValidateOffsets(bags.offsets, static_cast<int64_t>(bags.keys.size()));
   const auto count = static_cast<int64_t>(bags.offsets.size()) - 1;

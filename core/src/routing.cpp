@@ -5,6 +5,7 @@
 
 #include "embstore/distinct_keys.h"
 #include "embstore/lookup.h"
+#include "embstore/memory.h"
 #include "embstore/parallel.h"
 #include "embstore/types.h"
 
@@ -35,6 +36,24 @@ std::vector<Share> SplitCells(std::span<const int64_t> offsets) {
 
 }  // namespace
 
+void RequireWorld(uint32_t world) {
+  if (world >= 1 && world <= kMostRanks) return;
+  throw InvalidArgument("world should be between 1 and " + std::to_string(kMostRanks) +
+                        " but is: " + std::to_string(world));
+}
+
+void FindOwners(std::span<const int64_t> keys, uint32_t world, Ownership ownership, uint64_t rows,
+                OwnerRank* ranks) {
+  if (ownership == Ownership::kRoundRobin && (world & (world - 1)) == 0) {
+    const auto mask = static_cast<OwnerRank>(world - 1);
+    for (size_t i = 0; i < keys.size(); ++i) ranks[i] = static_cast<OwnerRank>(keys[i]) & mask;
+    return;
+  }
+  for (size_t i = 0; i < keys.size(); ++i) {
+    ranks[i] = static_cast<OwnerRank>(Owner(keys[i], world, ownership, rows));
+  }
+}
+
 void RequireRanks(std::span<const int32_t> ranks, int64_t count, uint32_t world,
                   const std::string& name) {
   if (ranks.empty()) return;
@@ -53,7 +72,7 @@ void RequireRanks(std::span<const int32_t> ranks, int64_t count, uint32_t world,
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
                 Ownership ownership, std::span<const uint8_t> unique, uint64_t rows,
                 std::span<const int32_t> rank_of_cell) {
-  if (world < 1) throw InvalidArgument("world should be at least 1 but is: 0");
+  RequireWorld(world);
   const auto n = static_cast<int64_t>(keys.size());
   if (n > INT32_MAX) {
     throw InvalidArgument("keys should be fewer than 2^31 in a call but are: " + std::to_string(n));
@@ -71,10 +90,9 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
   std::vector<uint32_t> ids(unique.empty() ? 0 : static_cast<size_t>(n));
   const auto is_unique = [&](size_t cell) { return !unique.empty() && unique[cell] != 0; };
 
-  const auto owner = [&](size_t cell, int64_t key) {
-    return rank_of_cell.empty() ? Owner(key, world, ownership, rows)
-                                : static_cast<uint32_t>(rank_of_cell[cell]);
-  };
+  // Of the keys that are sent; those of a unique cell begin where the cell does.
+  const RecycledBuffer owners(static_cast<size_t>(n) * sizeof(OwnerRank));
+  const auto cell_owners = [&](size_t cell) { return owners.as<OwnerRank>() + offsets[cell]; };
   const auto cell_keys = [&](size_t cell) -> std::span<const int64_t> {
     if (is_unique(cell)) return distinct[cell];
     return keys.subspan(static_cast<size_t>(offsets[cell]),
@@ -92,9 +110,14 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
         for (size_t i = begin; i < end; ++i) ids[i] = collector.Add(keys[i]).number;
         distinct[cell] = collector.keys();
       }
-      for (const int64_t key : cell_keys(cell)) {
-        ++route.counts[owner(cell, key) * cells + cell];
+      const std::span<const int64_t> sent = cell_keys(cell);
+      OwnerRank* const rank = cell_owners(cell);
+      if (rank_of_cell.empty()) {
+        FindOwners(sent, world, ownership, rows, rank);
+      } else {
+        std::fill_n(rank, sent.size(), static_cast<OwnerRank>(rank_of_cell[cell]));
       }
+      for (size_t i = 0; i < sent.size(); ++i) ++route.counts[rank[i] * cells + cell];
     }
   });
 
@@ -114,9 +137,10 @@ Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets,
       const std::span<const int64_t> sent = cell_keys(cell);
       const auto begin = static_cast<size_t>(offsets[cell]);
       if (is_unique(cell)) places.resize(sent.size());
+      const OwnerRank* const rank = cell_owners(cell);
       int64_t* const place = is_unique(cell) ? places.data() : route.index.data() + begin;
       for (size_t i = 0; i < sent.size(); ++i) {
-        const int64_t at = next[owner(cell, sent[i])]++;
+        const int64_t at = next[rank[i]]++;
         route.keys[static_cast<size_t>(at)] = sent[i];
         place[i] = at;
       }

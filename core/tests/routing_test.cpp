@@ -113,6 +113,32 @@ TEST(Blocks of keys go to one rank each and keys beyond them round robin) {
   }
 }
 
+TEST(Whole cells go to the rank that is named for each) {
+  const Input input = RandomInput(7, 60, 11);
+  const std::vector<int32_t> ranks = {2, 0, 2, 1, 0, 2, 2};
+  const std::vector<uint8_t> unique = {1, 0, 0, 1, 1, 0, 1};
+  const Route route =
+      embstore::RouteKeys(input.keys, input.offsets, 4, Ownership::kRoundRobin, unique, 0, ranks);
+  for (size_t cell = 0; cell < 7; ++cell) {
+    const auto begin = input.keys.begin() + input.offsets[cell];
+    const auto end = input.keys.begin() + input.offsets[cell + 1];
+    const auto size = unique[cell] ? std::set<int64_t>(begin, end).size() : size_t(end - begin);
+    for (int32_t rank = 0; rank < 4; ++rank) {
+      const auto count = static_cast<size_t>(route.counts[static_cast<size_t>(rank) * 7 + cell]);
+      CHECK_EQ(count, rank == ranks[cell] ? size : 0);
+    }
+  }
+  for (size_t i = 0; i < input.keys.size(); ++i) {
+    CHECK_EQ(route.keys[static_cast<size_t>(route.index[i])], input.keys[i]);
+  }
+  for (const int32_t rank : {-1, 4}) {
+    const std::vector<int32_t> wrong(7, rank);
+    CHECK_THROWS(
+        InvalidArgument, "rank_of_cell should be below world (4) but one is",
+        embstore::RouteKeys(input.keys, input.offsets, 4, Ownership::kRoundRobin, {}, 0, wrong));
+  }
+}
+
 TEST(The number of threads does not change a route or a sum) {
   const Input input = RandomInput(40000, 3, 5);
   const std::vector<uint8_t> unique(40000, 1);

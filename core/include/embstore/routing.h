@@ -31,11 +31,21 @@ struct Route {
 // unique[cell] != 0: each key of the cell is sent once, at its first occurrence. Empty: no cell is
 // unique. rows: as in Owner. rank_of_cell: the owner of all keys of each cell, whatever the rule;
 // empty: the rule decides.
-// Throws InvalidArgument unless offsets divides the keys, for a world of 0, and unless rank_of_cell
-// names a rank for each cell.
+// Throws InvalidArgument unless offsets divides the keys, unless world is between 1 and kMostRanks,
+// and unless rank_of_cell names a rank for each cell.
 Route RouteKeys(std::span<const int64_t> keys, std::span<const int64_t> offsets, uint32_t world,
                 Ownership ownership, std::span<const uint8_t> unique, uint64_t rows = 0,
                 std::span<const int32_t> rank_of_cell = {});
+
+// The owner of each key, with as few divisions as the rule allows.
+// REQUIRES: world <= kMostRanks.
+using OwnerRank = uint16_t;
+inline constexpr uint32_t kMostRanks = 1u << 16;
+void FindOwners(std::span<const int64_t> keys, uint32_t world, Ownership ownership, uint64_t rows,
+                OwnerRank* ranks);
+
+// Throws InvalidArgument unless world is between 1 and kMostRanks.
+void RequireWorld(uint32_t world);
 
 // Throws InvalidArgument unless ranks are empty or `count` numbers below world.
 void RequireRanks(std::span<const int32_t> ranks, int64_t count, uint32_t world,
