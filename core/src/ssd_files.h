@@ -75,6 +75,11 @@ class SsdFiles {
   int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct
   // Opens the file of a chunk. If there is none, creates it or, without `create`, returns -1.
   int Get(Kind kind, int64_t chunk, bool create);
+  // The file of a chunk as memory, for ReadMapped; null if it cannot be mapped. Beyond the end of
+  // the file there is nothing to read, but it may grow.
+  const std::byte* Map(Kind kind, int64_t chunk);
+  // Prepares the mapping of bytes that are in the page cache, so that reads need no page faults.
+  void Touch(Kind kind, int64_t chunk, int64_t offset, int64_t bytes);
   std::string NameOf(Kind kind, int64_t chunk) const;
   // The size of each values file, by chunk.
   std::map<int64_t, int64_t> ValueBytes() const;
@@ -83,12 +88,15 @@ class SsdFiles {
  private:
   struct Chunk {
     int fds[3] = {-1, -1, -1};
+    std::byte* maps[3] = {nullptr, nullptr, nullptr};
   };
+  int64_t MappedBytes(Kind kind) const;
   void CheckFormat();
   void CheckSizes(const SsdStoreOptions& options, const SsdLayout& layout);
   void LearnAlignment();
 
   std::string path_;
+  const SsdLayout layout_;
   bool direct_;
   bool writable_;
   int format_ = 1;

@@ -239,6 +239,10 @@ void SsdStoreImpl::WriteSegment(const SegmentBuffer& buffer) {
   write(SsdFiles::kValues, buffer.values.get() + buffer.flushed_blocks * layout_.block_bytes,
         static_cast<size_t>((blocks - buffer.flushed_blocks) * layout_.block_bytes),
         layout_.ValueOffset(row));
+  if (!files_->direct()) {
+    files_->Touch(SsdFiles::kValues, chunk, layout_.ValueOffset(row),
+                  (blocks - buffer.flushed_blocks) * layout_.block_bytes);
+  }
 }
 
 // Puts everything into the files. The open segment continues with a fresh block, since a block that
