@@ -61,6 +61,7 @@ SsdLayout::SsdLayout(const SsdStoreOptions& options)
   blocks_per_chunk = kChunkBytes / block_bytes;
   blocks_per_segment = std::max<int64_t>(1, kSegmentBytes / block_bytes);
   segments_per_chunk = blocks_per_chunk / blocks_per_segment;
+  segments_fill_chunks = segments_per_chunk * blocks_per_segment == blocks_per_chunk;
 }
 
 SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)

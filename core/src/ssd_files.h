@@ -30,6 +30,7 @@ struct SsdLayout {
   int64_t blocks_per_chunk;
   int64_t blocks_per_segment;
   int64_t segments_per_chunk;
+  bool segments_fill_chunks;  // so that they follow each other without a gap
 
   explicit SsdLayout(const SsdStoreOptions& options);
 
@@ -38,6 +39,7 @@ struct SsdLayout {
   int64_t segment_bytes() const { return blocks_per_segment * block_bytes; }
   int64_t ChunkOf(int64_t row) const { return row / rows_per_chunk(); }
   int64_t SegmentOf(int64_t row) const {
+    if (segments_fill_chunks) return row / rows_per_segment();
     return ChunkOf(row) * segments_per_chunk + row % rows_per_chunk() / rows_per_segment();
   }
   int64_t FirstRow(int64_t segment) const {

@@ -114,6 +114,8 @@ std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t>
   std::vector<std::vector<Wanted>> parts(static_cast<size_t>(tasks));
   ParallelFor(tasks, [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kKeysPerTask, n);
+    std::vector<Wanted>& wanted = parts[static_cast<size_t>(task)];
+    wanted.reserve(static_cast<size_t>(end - task * kKeysPerTask));
     for (int64_t i = task * kKeysPerTask; i < end; ++i) {
       if (i + kKeysAhead < end) {
         index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
@@ -125,8 +127,7 @@ std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t>
       if (data) {
         std::memcpy(rows + i * layout_.row_bytes, data, static_cast<size_t>(layout_.row_bytes));
       } else {
-        parts[static_cast<size_t>(task)].push_back(
-            {entry->row, entry->checksum, static_cast<uint32_t>(i)});
+        wanted.push_back({entry->row, entry->checksum, static_cast<uint32_t>(i)});
       }
     }
   });
@@ -409,9 +410,10 @@ class SsdScanner final : public StoreScanner {
   }
 
  private:
-  void Take(int64_t number, StoredRows& block) const {
+  void Take(int64_t number, StoredRows& block) {
     const SsdLayout& layout = store_.layout_;
-    const auto rows = store_.ReadSegment(number);
+    store_.ReadSegment(number, segment_);
+    const auto& rows = segment_;
     const int64_t first = layout.FirstRow(number);
     for (size_t i = 0; i < rows.keys.size(); ++i) {
       const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
@@ -429,6 +431,7 @@ class SsdScanner final : public StoreScanner {
 
   const SsdStoreImpl& store_;
   std::vector<int64_t> segments_;
+  SsdStoreImpl::SegmentRows segment_;  // kept for its memory
   size_t next_ = 0;
 };
 
