@@ -137,7 +137,9 @@ int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore sco
   for (int64_t i = 0; i < n; ++i) {
     if (snapshot_ && i + kAhead < n) snapshot_->Prefetch(rows[i + kAhead]);
     if (slots[i] == kNoSlot) continue;
-    BeforeChange(index_->entry(slots[i]));
+    // Most occurrences are of rows that are settled.
+    if (snapshot_ && !snapshot_->IsSettled(rows[i])) snapshot_->Preserve(index_->entry(slots[i]));
+    if (changes_) changes_->Mark(rows[i]);
     RenewScore(view.score(slots[i]), score.update, score.score);
   }
   AfterUse(rows, n, score);
