@@ -393,6 +393,8 @@ class Table : public std::enable_shared_from_this<Table> {
   Store& RequireStore() const;
   void LogEvictions(std::span<Evicted> evicted);
   void InitRow(Row row, int64_t key, const float* initial, float* scratch);
+  // states (n, state width) of these rows; skips kMissingRow.
+  void AssignStates(const Row* rows, int64_t n, const float* states);
   void AfterInsert(Row row);  // a row that was free
   // values (n, dim) and states (n, state width) of these rows; each may be null.
   void CopyRows(const Row* numbers, int64_t n, float* values, float* states) const;
