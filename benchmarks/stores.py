@@ -286,12 +286,13 @@ def train(run: Run, direct: bool) -> Iterator[Row]:
         while store.stats().moved_rows == 0:
             train_both(keys[torch.from_numpy(rng.integers(0, rows, BATCH))])
         gradient = torch.randn(batch, dim) * 0.1
+        # Modules hand the rows of the forward pass to the backward pass: keys are looked up once a step.
+        modules = {table: embstore.Embedding(table=table).train() for table in (whole, cached)}
 
         def steps(table, source) -> list[float]:
             seconds, start = [], time.perf_counter()
             for part in source:
-                table.find_or_insert(part)
-                table.apply_gradients(part, gradient)
+                modules[table](part).backward(gradient)
                 seconds.append(time.perf_counter() - start)
                 start = time.perf_counter()
             return seconds

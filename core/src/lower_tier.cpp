@@ -17,7 +17,12 @@ FetchedRows::FetchedRows(const Store& store, const int64_t* keys, std::span<cons
                          bool with_scores)
     : row_bytes_(store.row_bytes()) {
   keys_.Reset(wanted.size());
-  for (const uint32_t i : wanted) keys_.Add(keys[i]);
+  numbers_.reserve(wanted.size());
+  for (const uint32_t i : wanted) {
+    const auto [number, is_new] = keys_.Add(keys[i]);
+    if (is_new) first_.push_back(i);
+    numbers_.push_back(number);
+  }
   rows_ = RecycledBuffer(keys_.size() * static_cast<size_t>(row_bytes_));
   if (with_scores) scores_.resize(keys_.size());
   found_.resize(keys_.size());
@@ -27,9 +32,13 @@ FetchedRows::FetchedRows(const Store& store, const int64_t* keys, std::span<cons
 
 FetchedRow FetchedRows::Find(int64_t key) const {
   const int64_t number = keys_.Find(key);
-  if (number < 0 || !found_[static_cast<size_t>(number)]) return {};
-  return {rows_.as<std::byte>() + number * row_bytes_,
-          scores_.empty() ? 0 : scores_[static_cast<size_t>(number)]};
+  return number < 0 ? FetchedRow{} : at(static_cast<size_t>(number));
+}
+
+FetchedRow FetchedRows::at(size_t number) const {
+  if (!found_[number]) return {};
+  return {rows_.as<std::byte>() + static_cast<int64_t>(number) * row_bytes_,
+          scores_.empty() ? 0 : scores_[number]};
 }
 
 void LowerTier::Attach(std::shared_ptr<Store> store, int64_t capacity) {
@@ -51,7 +60,7 @@ void LowerTier::Close() {
 
 void LowerTier::RenewAfterFork() {
   reads_ahead_ = 0;
-  changed_.clear();
+  changed_.Reset(0);
 }
 
 FetchedRows LowerTier::Fetch(const int64_t* keys, std::span<const uint32_t> wanted,
@@ -155,7 +164,8 @@ void LowerTier::NoteReplaced() {
 }
 
 void LowerTier::NoteChanged(std::span<const int64_t> keys) {
-  if (reads_ahead_ > 0) changed_.insert(keys.begin(), keys.end());
+  if (reads_ahead_ == 0) return;
+  for (const int64_t key : keys) changed_.Add(key);
 }
 
 LowerTier::ReadAhead LowerTier::BeginReadAhead() {
@@ -164,7 +174,7 @@ LowerTier::ReadAhead LowerTier::BeginReadAhead() {
 }
 
 void LowerTier::EndReadAhead() {
-  if (--reads_ahead_ == 0) changed_.clear();
+  if (--reads_ahead_ == 0 && !changed_.empty()) changed_.Reset(changed_.size());
 }
 
 }  // namespace embstore

@@ -135,17 +135,6 @@ void Snapshot::Preserve(const IndexEntry& entry) {
   for (Snapshot* at = this; at; at = at->older_) at->Save(entry);
 }
 
-bool Snapshot::IsSettled(Row row) const {
-  for (const Snapshot* at = this; at; at = at->older_) {
-    const auto* marks = reinterpret_cast<const uint8_t*>(at->marks_.data());
-    if (!at->IsSettledMark(std::atomic_ref<uint8_t>(const_cast<uint8_t&>(marks[row]))
-                               .load(std::memory_order_acquire))) {
-      return false;
-    }
-  }
-  return true;
-}
-
 void Snapshot::Save(const IndexEntry& entry) {
   std::atomic_ref<uint8_t> state = mark(entry.row);
   uint8_t seen = state.load(std::memory_order_acquire);

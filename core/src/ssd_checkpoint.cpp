@@ -389,7 +389,7 @@ void SsdStoreImpl::LoadSegment(int64_t segment, std::span<const uint64_t> rows, 
                          " is in a snapshot twice, again at row " + std::to_string(row));
     }
     if (!has_checksums && meta[place].checksum == 0) {
-      if (!whole.values) whole = ReadSegment(segment);
+      if (!whole.values) ReadSegment(segment, whole);
       const std::byte* data = whole.values.get() + layout_.PlaceOffset(static_cast<int64_t>(place));
       meta[place] = {1, MetaChecksum(RowChecksum(key, data, layout_.row_bytes), 1)};
     }

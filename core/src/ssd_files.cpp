@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -60,10 +61,12 @@ SsdLayout::SsdLayout(const SsdStoreOptions& options)
   blocks_per_chunk = kChunkBytes / block_bytes;
   blocks_per_segment = std::max<int64_t>(1, kSegmentBytes / block_bytes);
   segments_per_chunk = blocks_per_chunk / blocks_per_segment;
+  segments_fill_chunks = segments_per_chunk * blocks_per_segment == blocks_per_chunk;
 }
 
 SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
     : path_(options.path),
+      layout_(layout),
       direct_(options.direct && options.create),
       writable_(options.create),
       process_(getpid()) {
@@ -102,8 +105,9 @@ SsdFiles::SsdFiles(const SsdStoreOptions& options, const SsdLayout& layout)
 SsdFiles::~SsdFiles() {
   if (getpid() != process_) return;
   for (const Chunk& chunk : chunks_) {
-    for (int fd : chunk.fds) {
-      if (fd >= 0) close(fd);
+    for (const Kind kind : {kValues, kKeys, kMeta}) {
+      if (chunk.maps[kind]) munmap(chunk.maps[kind], static_cast<size_t>(MappedBytes(kind)));
+      if (chunk.fds[kind] >= 0) close(chunk.fds[kind]);
     }
   }
 }
@@ -185,6 +189,39 @@ int SsdFiles::Get(Kind kind, int64_t chunk, bool create) {
     if (fd < 0 && (create || errno != ENOENT)) ThrowIo("opening " + name);
   }
   return fd;
+}
+
+int64_t SsdFiles::MappedBytes(Kind kind) const {
+  if (kind == kValues) return layout_.blocks_per_chunk * layout_.block_bytes;
+  const int64_t width = kind == kKeys ? layout_.key_bytes : int64_t{sizeof(RowMeta)};
+  return layout_.rows_per_chunk() * width;
+}
+
+const std::byte* SsdFiles::Map(Kind kind, int64_t chunk) {
+  const int fd = Get(kind, chunk, false);
+  if (fd < 0) return nullptr;
+  std::lock_guard guard(mutex_);
+  std::byte*& map = chunks_[static_cast<size_t>(chunk)].maps[kind];
+  if (!map) {
+    const auto bytes = static_cast<size_t>(MappedBytes(kind));
+    void* const data = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
+    if (data == MAP_FAILED) return nullptr;
+    madvise(data, bytes, MADV_RANDOM);    // rows are scattered: no read-ahead
+    madvise(data, bytes, MADV_DONTFORK);  // the child of a fork cannot use the store
+    map = static_cast<std::byte*>(data);
+  }
+  return map;
+}
+
+void SsdFiles::Touch(Kind kind, int64_t chunk, int64_t offset, int64_t bytes) {
+#if defined(MADV_POPULATE_READ)
+  const std::byte* const map = Map(kind, chunk);
+  constexpr int64_t kPage = 4096;
+  const int64_t begin = offset / kPage * kPage;
+  if (!map) return;
+  madvise(const_cast<std::byte*>(map) + begin, static_cast<size_t>(offset + bytes - begin),
+          MADV_POPULATE_READ);  // a hint: older kernels lack it
+#endif
 }
 
 std::map<int64_t, int64_t> SsdFiles::ValueBytes() const {

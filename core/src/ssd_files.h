@@ -30,6 +30,7 @@ struct SsdLayout {
   int64_t blocks_per_chunk;
   int64_t blocks_per_segment;
   int64_t segments_per_chunk;
+  bool segments_fill_chunks;  // so that they follow each other without a gap
 
   explicit SsdLayout(const SsdStoreOptions& options);
 
@@ -38,6 +39,7 @@ struct SsdLayout {
   int64_t segment_bytes() const { return blocks_per_segment * block_bytes; }
   int64_t ChunkOf(int64_t row) const { return row / rows_per_chunk(); }
   int64_t SegmentOf(int64_t row) const {
+    if (segments_fill_chunks) return row / rows_per_segment();
     return ChunkOf(row) * segments_per_chunk + row % rows_per_chunk() / rows_per_segment();
   }
   int64_t FirstRow(int64_t segment) const {
@@ -75,6 +77,11 @@ class SsdFiles {
   int64_t alignment() const { return alignment_; }  // of offsets and sizes; 1 when not direct
   // Opens the file of a chunk. If there is none, creates it or, without `create`, returns -1.
   int Get(Kind kind, int64_t chunk, bool create);
+  // The file of a chunk as memory, for ReadMapped; null if it cannot be mapped. Beyond the end of
+  // the file there is nothing to read, but it may grow.
+  const std::byte* Map(Kind kind, int64_t chunk);
+  // Prepares the mapping of bytes that are in the page cache, so that reads need no page faults.
+  void Touch(Kind kind, int64_t chunk, int64_t offset, int64_t bytes);
   std::string NameOf(Kind kind, int64_t chunk) const;
   // The size of each values file, by chunk.
   std::map<int64_t, int64_t> ValueBytes() const;
@@ -83,12 +90,15 @@ class SsdFiles {
  private:
   struct Chunk {
     int fds[3] = {-1, -1, -1};
+    std::byte* maps[3] = {nullptr, nullptr, nullptr};
   };
+  int64_t MappedBytes(Kind kind) const;
   void CheckFormat();
   void CheckSizes(const SsdStoreOptions& options, const SsdLayout& layout);
   void LearnAlignment();
 
   std::string path_;
+  const SsdLayout layout_;
   bool direct_;
   bool writable_;
   int format_ = 1;

@@ -142,14 +142,17 @@ void SsdStoreImpl::Seal() {
 // Copies rows on several threads, as many as the open segment has room for, then updates the index
 // in the order of the keys, which may repeat.
 void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const* rows,
-                          const uint64_t* scores) {
+                          const uint64_t* scores, Known known) {
   constexpr int64_t kRowsPerTask = 256, kRowsAhead = 4;
   const auto n = static_cast<int64_t>(keys.size());
+  if (!known.checksums) checksums_.resize(keys.size());
+  const uint32_t* const checksums = known.checksums ? known.checksums : checksums_.data();
   for (int64_t begin = 0, end; begin < n; begin = end) {
     if (open_ && open_->rows == layout_.rows_per_segment()) Seal();
     if (!open_) OpenSegment();
     SegmentBuffer& to = *open_;
     const int64_t first = to.rows - begin;  // the place of row i is first + i
+    const int64_t first_row = layout_.FirstRow(to.segment) + first;
     end = std::min(n, begin + layout_.rows_per_segment() - to.rows);
     ParallelFor((end - begin + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
       const int64_t from = begin + task * kRowsPerTask, until = std::min(from + kRowsPerTask, end);
@@ -163,29 +166,36 @@ void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const*
                     static_cast<size_t>(layout_.row_bytes));
         const int64_t key = keys[static_cast<size_t>(i)];
         to.keys[static_cast<size_t>(place)] = key;
-        to.meta[static_cast<size_t>(place)] = {
-            scores[i], MetaChecksum(RowChecksum(key, rows[i], layout_.row_bytes), scores[i])};
+        if (!known.checksums) {
+          checksums_[static_cast<size_t>(i)] = RowChecksum(key, rows[i], layout_.row_bytes);
+        }
+        to.meta[static_cast<size_t>(place)] = {scores[i], MetaChecksum(checksums[i], scores[i])};
       }
     });
     to.rows = first + end;
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kKeysAhead < end) index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
-      Name(keys[static_cast<size_t>(i)], first + i);
+      const int64_t key = keys[static_cast<size_t>(i)];
+      SsdIndex::Entry* entry = nullptr;
+      if (known.entries) {
+        entry = known.entries[i];
+      } else {
+        if (i + kKeysAhead < end) index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
+        entry = index_.Find(key);
+      }
+      Name(entry, key, static_cast<uint32_t>(first_row + i), checksums[i]);
     }
   }
 }
 
-// Points the index to a place of the open segment for the key.
-void SsdStoreImpl::Name(int64_t key, int64_t place) {
-  SsdIndex::Entry* entry = index_.Find(key);
+// Points the index to a row of the open segment for the key, whose entry may be null.
+void SsdStoreImpl::Name(SsdIndex::Entry* entry, int64_t key, uint32_t row, uint32_t checksum) {
   if (entry) {
     Release(entry->row);
   } else {
     entry = &index_.Insert(key);
   }
-  entry->row = static_cast<uint32_t>(layout_.FirstRow(open_->segment) + place);
-  const RowMeta& meta = open_->meta[static_cast<size_t>(place)];
-  entry->checksum = MetaChecksum(meta.checksum, meta.score);
+  entry->row = row;
+  entry->checksum = checksum;
   ++segments_[static_cast<size_t>(open_->segment)].live;
 }
 
@@ -239,6 +249,10 @@ void SsdStoreImpl::WriteSegment(const SegmentBuffer& buffer) {
   write(SsdFiles::kValues, buffer.values.get() + buffer.flushed_blocks * layout_.block_bytes,
         static_cast<size_t>((blocks - buffer.flushed_blocks) * layout_.block_bytes),
         layout_.ValueOffset(row));
+  if (!files_->direct()) {
+    files_->Touch(SsdFiles::kValues, chunk, layout_.ValueOffset(row),
+                  (blocks - buffer.flushed_blocks) * layout_.block_bytes);
+  }
 }
 
 // Puts everything into the files. The open segment continues with a fresh block, since a block that
@@ -286,7 +300,9 @@ void SsdStoreImpl::SyncRows() {
 }
 
 void SsdStoreImpl::RewriteSegment(int64_t number) {
-  SegmentRows rows = ReadLive(number).segment;
+  LiveRows live;
+  ReadLive(number, live);
+  SegmentRows& rows = live.segment;
   SegmentBuffer buffer;
   buffer.segment = number;
   buffer.rows = static_cast<int64_t>(rows.keys.size());
@@ -298,12 +314,13 @@ void SsdStoreImpl::RewriteSegment(int64_t number) {
   WriteSegment(buffer);
 }
 
-SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
-  SegmentRows rows;
+void SsdStoreImpl::ReadSegment(int64_t number, SegmentRows& rows) const {
+  if (!rows.values) rows.values = AlignedBytes(layout_.segment_bytes());
+  rows.scores.clear();
+  rows.checksums.clear();
   const auto buffered = in_memory_.find(number);
   if (buffered != in_memory_.end()) {
     const SegmentBuffer& buffer = *buffered->second;
-    rows.values = AlignedBytes(layout_.segment_bytes());
     std::memcpy(rows.values.get(), buffer.values.get(),
                 static_cast<size_t>(layout_.segment_bytes()));
     rows.keys.assign(buffer.keys.begin(), buffer.keys.begin() + buffer.rows);
@@ -311,7 +328,7 @@ SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
       rows.scores.push_back(buffer.meta[static_cast<size_t>(i)].score);
       rows.checksums.push_back(buffer.meta[static_cast<size_t>(i)].checksum);
     }
-    return rows;
+    return;
   }
   const Segment& segment = segments_[static_cast<size_t>(number)];
   const int64_t row = layout_.FirstRow(number), chunk = layout_.ChunkOf(row);
@@ -323,7 +340,6 @@ SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
     return true;
   };
   const auto places = static_cast<size_t>(segment.blocks * layout_.rows_per_block);
-  rows.values = AlignedBytes(layout_.segment_bytes());
   read(SsdFiles::kValues, rows.values.get(),
        static_cast<size_t>(segment.blocks * layout_.block_bytes), layout_.ValueOffset(row));
   // The key and meta files may end early, with the last row of a segment that is not full.
@@ -358,7 +374,6 @@ SsdStoreImpl::SegmentRows SsdStoreImpl::ReadSegment(int64_t number) const {
     if (scores_have_checksums() || meta[i].score) rows.scores[i] = meta[i].score;
     rows.checksums[i] = meta[i].checksum;
   }
-  return rows;
 }
 
 // The segments to empty, at most `limit` of those with the fewest live rows: none while less than
@@ -395,34 +410,40 @@ void SsdStoreImpl::Compact(int64_t limit) noexcept {
   if (scanners_.load() > 0) return;
   try {
     for (int64_t victim : PickVictims(limit)) {
-      LiveRows rows;
       try {
-        rows = ReadLive(victim);
+        ReadLive(victim, moving_);
       } catch (const std::runtime_error&) {
         segments_[static_cast<size_t>(victim)].damaged = true;
         continue;
       }
-      Empty(victim, rows);
+      Empty(victim, moving_);
     }
   } catch (const std::exception&) {
   }
 }
 
 // The rows of a segment that the index names, verified.
-SsdStoreImpl::LiveRows SsdStoreImpl::ReadLive(int64_t number) const {
-  LiveRows live{ReadSegment(number), {}, {}, {}};
+void SsdStoreImpl::ReadLive(int64_t number, LiveRows& live) {
+  ReadSegment(number, live.segment);
+  live.keys.clear();
+  live.scores.clear();
+  live.rows.clear();
+  live.checksums.clear();
+  live.entries.clear();
   const SegmentRows& rows = live.segment;
   const int64_t first = layout_.FirstRow(number);
   for (size_t i = 0; i < rows.keys.size(); ++i) {
     if (i + size_t{kKeysAhead} < rows.keys.size()) index_.Prefetch(rows.keys[i + kKeysAhead]);
     const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
-    const SsdIndex::Entry* entry = index_.Find(rows.keys[i]);
+    SsdIndex::Entry* entry = index_.Find(rows.keys[i]);
     if (!entry || entry->row != row) continue;
     live.rows.push_back(rows.values.get() + layout_.PlaceOffset(static_cast<int64_t>(i)));
     Verify(row, entry->checksum, rows.keys[i], live.rows.back());
     VerifyScore(row, entry->checksum, {rows.scores[i], rows.checksums[i]});
     live.keys.push_back(rows.keys[i]);
     live.scores.push_back(rows.scores[i]);
+    live.checksums.push_back(entry->checksum);
+    live.entries.push_back(entry);
   }
   if (live.keys.size() != segments_[static_cast<size_t>(number)].live) {
     throw InvalidState(Describe() + " is damaged: segment " + std::to_string(number) +
@@ -430,11 +451,11 @@ SsdStoreImpl::LiveRows SsdStoreImpl::ReadLive(int64_t number) const {
                        std::to_string(segments_[static_cast<size_t>(number)].live) +
                        " live rows but holds " + std::to_string(live.keys.size()));
   }
-  return live;
 }
 
 void SsdStoreImpl::Empty(int64_t number, const LiveRows& live) {
-  Append(live.keys, live.rows.data(), live.scores.data());
+  Append(live.keys, live.rows.data(), live.scores.data(),
+         {live.checksums.data(), live.entries.data()});
   moved_rows_ += static_cast<int64_t>(live.keys.size());
   // A segment without live rows was not retired by the last row that left it.
   if (segments_[static_cast<size_t>(number)].state == State::kWritten) Retire(number);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <shared_mutex>
@@ -12,6 +13,7 @@
 #include "embstore/parallel.h"
 #include "file_io.h"
 #include "invariant.h"
+#include "mapped_read.h"
 #include "ssd_store_impl.h"
 
 namespace embstore {
@@ -112,6 +114,8 @@ std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t>
   std::vector<std::vector<Wanted>> parts(static_cast<size_t>(tasks));
   ParallelFor(tasks, [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kKeysPerTask, n);
+    std::vector<Wanted>& wanted = parts[static_cast<size_t>(task)];
+    wanted.reserve(static_cast<size_t>(end - task * kKeysPerTask));
     for (int64_t i = task * kKeysPerTask; i < end; ++i) {
       if (i + kKeysAhead < end) {
         index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
@@ -123,8 +127,7 @@ std::vector<SsdStoreImpl::Wanted> SsdStoreImpl::FindAll(std::span<const int64_t>
       if (data) {
         std::memcpy(rows + i * layout_.row_bytes, data, static_cast<size_t>(layout_.row_bytes));
       } else {
-        parts[static_cast<size_t>(task)].push_back(
-            {entry->row, entry->checksum, static_cast<uint32_t>(i)});
+        wanted.push_back({entry->row, entry->checksum, static_cast<uint32_t>(i)});
       }
     }
   });
@@ -208,42 +211,60 @@ void SsdStoreImpl::ReadDirect(std::vector<Wanted>& wanted, std::span<const int64
   });
 }
 
-// With the page cache, every row is a call of its own: the kernel answers most at once, and a queue
-// would only cost time. The files are not mapped, since a disk error would then be a signal.
+// From the page cache: the files are mapped, since a call for each row would take ten times as
+// long.
 void SsdStoreImpl::ReadCached(std::span<const Wanted> wanted, std::span<const int64_t> keys,
                               std::byte* rows, uint64_t* scores) const {
   const auto n = static_cast<int64_t>(wanted.size());
   struct Files {
-    int values, meta;
-    std::string name, meta_name;
+    const std::byte *values, *meta;
+    int values_fd, meta_fd;
+    std::string values_name, meta_name;
   };
   std::vector<Files> files;  // by chunk
-  for (const Wanted& row : wanted) {
-    while (static_cast<int64_t>(files.size()) <= layout_.ChunkOf(row.row)) {
-      const auto chunk = static_cast<int64_t>(files.size());
-      files.push_back(
-          {files_->Get(SsdFiles::kValues, chunk, false), files_->Get(SsdFiles::kMeta, chunk, false),
-           files_->NameOf(SsdFiles::kValues, chunk), files_->NameOf(SsdFiles::kMeta, chunk)});
-    }
+  uint32_t last = 0;
+  for (const Wanted& row : wanted) last = std::max(last, row.row);
+  for (int64_t chunk = 0; chunk <= layout_.ChunkOf(last); ++chunk) {
+    files.push_back(
+        {files_->Map(SsdFiles::kValues, chunk), files_->Map(SsdFiles::kMeta, chunk),
+         files_->Get(SsdFiles::kValues, chunk, false), files_->Get(SsdFiles::kMeta, chunk, false),
+         files_->NameOf(SsdFiles::kValues, chunk), files_->NameOf(SsdFiles::kMeta, chunk)});
   }
+  CatchBusErrors();
   ParallelFor((n + kReadsPerTask - 1) / kReadsPerTask, [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kReadsPerTask, n);
-    for (int64_t j = task * kReadsPerTask; j < end; ++j) {
-      const Wanted& row = wanted[static_cast<size_t>(j)];
-      const Files& from = files[static_cast<size_t>(layout_.ChunkOf(row.row))];
-      std::byte* to = rows + row.at * layout_.row_bytes;
-      ReadWholeAt(from.values, to, static_cast<size_t>(layout_.row_bytes),
-                  layout_.ValueOffset(row.row), from.name);
-      Verify(row.row, row.checksum, keys[row.at], to);
-      if (!scores) continue;
-      scores[row.at] = 1;  // OneEmbedding's files have none
-      if (from.meta < 0) continue;
-      const int64_t in_chunk = row.row % layout_.rows_per_chunk();
-      RowMeta meta;
-      ReadWholeAt(from.meta, &meta, sizeof(meta), in_chunk * static_cast<int64_t>(sizeof(RowMeta)),
-                  from.meta_name);
-      VerifyScore(row.row, row.checksum, meta);
-      if (meta.score || scores_have_checksums()) scores[row.at] = meta.score;
+    const int64_t begin = task * kReadsPerTask, end = std::min(begin + kReadsPerTask, n);
+    const std::span<const Wanted> mine =
+        wanted.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+    std::array<MappedRead, kReadsPerTask> reads;
+    for (size_t j = 0; j < mine.size(); ++j) {
+      const Files& from = files[static_cast<size_t>(layout_.ChunkOf(mine[j].row))];
+      const int64_t offset = layout_.ValueOffset(mine[j].row);
+      reads[j] = {from.values ? from.values + offset : nullptr,
+                  rows + mine[j].at * layout_.row_bytes, from.values_fd, offset, &from.values_name};
+    }
+    ReadMapped({reads.data(), mine.size()}, static_cast<size_t>(layout_.row_bytes));
+    for (const Wanted& row : mine) {
+      Verify(row.row, row.checksum, keys[row.at], rows + row.at * layout_.row_bytes);
+    }
+    if (!scores) return;
+    std::array<RowMeta, kReadsPerTask> meta;
+    size_t kept = 0;
+    for (size_t j = 0; j < mine.size(); ++j) {
+      const Files& from = files[static_cast<size_t>(layout_.ChunkOf(mine[j].row))];
+      if (from.meta_fd < 0) continue;
+      const int64_t offset =
+          mine[j].row % layout_.rows_per_chunk() * static_cast<int64_t>(sizeof(RowMeta));
+      reads[kept++] = {from.meta ? from.meta + offset : nullptr,
+                       reinterpret_cast<std::byte*>(&meta[j]), from.meta_fd, offset,
+                       &from.meta_name};
+    }
+    ReadMapped({reads.data(), kept}, sizeof(RowMeta));
+    for (size_t j = 0; j < mine.size(); ++j) {
+      uint64_t& score = scores[mine[j].at];
+      score = 1;  // OneEmbedding's files have none
+      if (files[static_cast<size_t>(layout_.ChunkOf(mine[j].row))].meta_fd < 0) continue;
+      VerifyScore(mine[j].row, mine[j].checksum, meta[j]);
+      if (meta[j].score || scores_have_checksums()) score = meta[j].score;
     }
   });
 }
@@ -389,9 +410,10 @@ class SsdScanner final : public StoreScanner {
   }
 
  private:
-  void Take(int64_t number, StoredRows& block) const {
+  void Take(int64_t number, StoredRows& block) {
     const SsdLayout& layout = store_.layout_;
-    const auto rows = store_.ReadSegment(number);
+    store_.ReadSegment(number, segment_);
+    const auto& rows = segment_;
     const int64_t first = layout.FirstRow(number);
     for (size_t i = 0; i < rows.keys.size(); ++i) {
       const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
@@ -409,6 +431,7 @@ class SsdScanner final : public StoreScanner {
 
   const SsdStoreImpl& store_;
   std::vector<int64_t> segments_;
+  SsdStoreImpl::SegmentRows segment_;  // kept for its memory
   size_t next_ = 0;
 };
 

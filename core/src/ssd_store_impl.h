@@ -123,6 +123,13 @@ class SsdStoreImpl final : public SsdStore {
     std::vector<int64_t> keys;
     std::vector<uint64_t> scores;
     std::vector<const std::byte*> rows;
+    std::vector<uint32_t> checksums;  // of the rows, as in the index
+    std::vector<SsdIndex::Entry*> entries;
+  };
+  // What is known of rows that move; null where the caller puts new ones.
+  struct Known {
+    const uint32_t* checksums;
+    SsdIndex::Entry* const* entries;  // valid while no key is inserted or erased
   };
   struct Wanted {
     uint32_t row, checksum, at;  // at: position in the batch
@@ -152,8 +159,9 @@ class SsdStoreImpl final : public SsdStore {
   }
 
   // ssd_segments.cpp; the caller has exclusive access unless the method is const
-  void Append(std::span<const int64_t> keys, const std::byte* const* rows, const uint64_t* scores);
-  void Name(int64_t key, int64_t place);
+  void Append(std::span<const int64_t> keys, const std::byte* const* rows, const uint64_t* scores,
+              Known known = {nullptr, nullptr});
+  void Name(SsdIndex::Entry* entry, int64_t key, uint32_t row, uint32_t checksum);
   void OpenSegment();
   void Seal();
   void Release(uint32_t row);
@@ -163,8 +171,9 @@ class SsdStoreImpl final : public SsdStore {
   void SyncRows();
   void RewriteSegment(int64_t segment);
   void WriteSegment(const SegmentBuffer& buffer);
-  SegmentRows ReadSegment(int64_t segment) const;
-  LiveRows ReadLive(int64_t segment) const;
+  // `rows` and `live` are replaced; their memory is used again.
+  void ReadSegment(int64_t segment, SegmentRows& rows) const;
+  void ReadLive(int64_t segment, LiveRows& live);
   void Compact(int64_t limit) noexcept;
   std::vector<int64_t> PickVictims(int64_t limit) const;
   void Empty(int64_t segment, const LiveRows& live);
@@ -211,6 +220,8 @@ class SsdStoreImpl final : public SsdStore {
   bool sync_failed_ = false;
   std::map<int64_t, std::shared_ptr<SegmentBuffer>> in_memory_;  // by segment, the open one too
   std::vector<std::shared_ptr<SegmentBuffer>> spare_;        // fresh pages cost more than a copy
+  LiveRows moving_;                                          // of compaction, kept for its memory
+  std::vector<uint32_t> checksums_;                          // of Append, likewise
   std::map<std::string, std::vector<int64_t>> checkpoints_;  // the segments that each names
   std::atomic<int64_t> bytes_put_{0}, bytes_written_{0}, moved_rows_{0};
   std::unique_ptr<SegmentWriter> writer_;

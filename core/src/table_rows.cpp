@@ -137,7 +137,9 @@ int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore sco
   for (int64_t i = 0; i < n; ++i) {
     if (snapshot_ && i + kAhead < n) snapshot_->Prefetch(rows[i + kAhead]);
     if (slots[i] == kNoSlot) continue;
-    BeforeChange(index_->entry(slots[i]));
+    // Most occurrences are of rows that are settled.
+    if (snapshot_ && !snapshot_->IsSettled(rows[i])) snapshot_->Preserve(index_->entry(slots[i]));
+    if (changes_) changes_->Mark(rows[i]);
     RenewScore(view.score(slots[i]), score.update, score.score);
   }
   AfterUse(rows, n, score);
@@ -152,6 +154,16 @@ void Table::AfterUse(const Row* rows, int64_t n, BatchScore score) {
     if (rows[i] == kMissingRow) continue;
     MarkDirty(rows[i]);  // the store has to learn the new score, even where no gradient follows
   }
+}
+
+void Table::AssignStates(const Row* rows, int64_t n, const float* states) {
+  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kKeysPerTask, n);
+    for (int64_t i = task * kKeysPerTask; i < end; ++i) {
+      if (rows[i] == kMissingRow) continue;
+      std::copy_n(states + i * state_width_, state_width_, state_at(rows[i]));
+    }
+  });
 }
 
 int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const float* states,
@@ -189,9 +201,15 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
     for (const uint32_t i : missing) absent.push_back(keys[i]);
     PreserveBelow(absent);
   }
+  const int64_t before = stats_.inserts;
   const int64_t refused = InsertMissing(keys.data(), rows, missing, batch.score, scores,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
                                         values);  // cheaper than initial vectors
+  if (!below_.exists() && stats_.inserts - before + refused == n) {
+    // All are new and none comes twice: they have their vectors and scores.
+    if (states) AssignStates(rows, n, states);
+    return refused;
+  }
   Grouping grouping(rows, n, rows_.used());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();

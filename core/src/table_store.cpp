@@ -57,14 +57,13 @@ std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Row* row
   return missing;
 }
 
-void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
+void Table::Install(std::span<const int64_t> keys, Row* rows, std::span<const uint32_t> found,
                     const FetchedRows& below) {
-  std::erase_if(missing, [&](uint32_t i) { return !below.Find(keys[i]).data; });
-  if (missing.empty()) return;
+  if (found.empty()) return;
   // The lowest score, so that a row that is brought up and not used is evicted first.
-  InsertMissing(keys.data(), rows, missing, kUnusedScore, nullptr, below, nullptr);
+  InsertMissing(keys.data(), rows, found, kUnusedScore, nullptr, below, nullptr);
   if (!keeps_scores()) return;
-  for (uint32_t i : missing) {  // coming up is not an occurrence
+  for (uint32_t i : found) {  // coming up is not an occurrence
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;
     index_->set_score(slot, std::max<uint64_t>(below.Find(keys[i]).score, 1));
@@ -72,11 +71,28 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32
   }
 }
 
-void Table::BringUp(std::span<const int64_t> keys, Row* rows) {
-  std::vector<uint32_t> missing = FindMissing(keys, rows);
-  if (!below_.exists() || missing.empty()) return;
+void Table::FetchAndInstall(std::span<const int64_t> keys, Row* rows,
+                            std::span<const uint32_t> missing) {
+  if (missing.empty()) return;
   const FetchedRows below = Fetch(keys.data(), missing);
-  Install(keys, rows, std::move(missing), below);
+  std::vector<uint32_t> found;
+  for (size_t number = 0; number < below.keys().size(); ++number) {
+    if (below.at(number).data) found.push_back(below.first()[number]);
+  }
+  Install(keys, rows, found, below);
+  RepeatRows(rows, missing, below);
+}
+
+// Gives every occurrence the row of the first one with the same key.
+void Table::RepeatRows(Row* rows, std::span<const uint32_t> missing, const FetchedRows& below) {
+  for (size_t j = 0; j < missing.size(); ++j) {
+    rows[missing[j]] = rows[below.first()[below.numbers()[j]]];
+  }
+}
+
+void Table::BringUp(std::span<const int64_t> keys, Row* rows) {
+  const std::vector<uint32_t> missing = FindMissing(keys, rows);
+  if (below_.exists()) FetchAndInstall(keys, rows, missing);
 }
 
 std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
@@ -85,7 +101,7 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   Row* const rows = list->rows();
   std::unique_lock guard(lock_);
   RequireOpen();
-  std::vector<uint32_t> missing = FindMissing(keys, rows);
+  const std::vector<uint32_t> missing = FindMissing(keys, rows);
   if (missing.empty()) return list;
   const LowerTier::ReadAhead read = below_.BeginReadAhead();
   const bool with_scores = wants_scores();
@@ -100,20 +116,25 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   guard.lock();
   // A snapshot that was taken in the meantime needs scores.
   const bool lacks_scores = snapshot_ && !below.has_scores();
+  std::vector<Row> now(below.keys().size(), kMissingRow);  // training may have brought them up
+  if (index_) FindAll(below.keys(), now.data(), {ScoreUpdate::kKeep, 0});
   std::vector<uint32_t> current, stale;
-  for (uint32_t i : missing) {
-    if (index_) rows[i] = FindRow(keys[i]);
-    if (rows[i] != kMissingRow) continue;  // training brought it up
-    (lacks_scores || below_.HasChangedBelow(read, keys[i]) ? stale : current).push_back(i);
+  for (size_t number = 0; number < now.size(); ++number) {
+    const uint32_t i = below.first()[number];
+    rows[i] = now[number];
+    if (rows[i] != kMissingRow) continue;
+    if (lacks_scores || below_.HasChangedBelow(read, keys[i])) {
+      stale.push_back(i);
+    } else if (below.at(number).data) {
+      current.push_back(i);
+    }
   }
   below_.EndReadAhead();
   if (failure) std::rethrow_exception(failure);
   RequireOpen();
-  Install(keys, rows, std::move(current), below);
-  if (!stale.empty()) {
-    below = Fetch(keys.data(), stale);
-    Install(keys, rows, std::move(stale), below);
-  }
+  Install(keys, rows, current, below);
+  FetchAndInstall(keys, rows, stale);
+  RepeatRows(rows, missing, below);
   return list;
 }
 

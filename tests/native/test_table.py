@@ -110,6 +110,22 @@ def test_of_duplicates_the_last_assignment_counts_and_gradients_are_summed():
     assert table.optimizer_step == 1
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_new_rows_have_their_vectors_and_states_where_others_find_no_room(repeated):
+    table = small_table(3, optimizer=embstore.Adam(), max_capacity=128, check_mode="ignore")
+    keys = random_keys(10_000, 997, seed=3)
+    keys = np.concatenate([keys, keys[:5]]) if repeated else np.unique(keys)
+    values = np.random.default_rng(1).standard_normal((len(keys), 3)).astype(np.float32)
+    states = np.random.default_rng(2).standard_normal((len(keys), 6)).astype(np.float32)
+    table.insert_or_assign(keys, values, states=states)
+    last = {int(key): i for i, key in enumerate(keys)}
+    rows = table.rows()
+    assert 0 < len(rows) < len(last) and table.stats().refusals == len(last) - len(rows)
+    at = [last[int(key)] for key in rows.keys]
+    np.testing.assert_array_equal(rows.values, values[at])
+    np.testing.assert_array_equal(rows.states, states[at])
+
+
 def test_an_empty_batch_changes_nothing_but_the_step():
     table = small_table(3)
     table.find_or_insert([1, 2])

@@ -391,3 +391,34 @@ def test_a_file_that_is_cut_short_raises_and_the_rest_can_be_read(tmp_path, dire
         np.testing.assert_array_equal(
             rows.view(np.float32).reshape(2048, width), rows_of(keys[:2048], 1, width)
         )
+
+
+BUS_ERROR = """
+import faulthandler, mmap, sys, numpy as np
+from embstore.stores import SsdStore
+path, when = sys.argv[1:]
+if when == "before":
+    faulthandler.enable()
+keys = np.arange(3000)
+with SsdStore(path + "/store", 128, direct=False) as store:
+    store.put(keys, np.zeros((3000, 128), np.uint8))
+    store.flush()
+    store.get(keys)
+    if when == "after":
+        faulthandler.enable()
+        store.get(keys)
+    with open(path + "/other", "wb+") as file:
+        file.truncate(4096)
+        mapped = mmap.mmap(file.fileno(), 4096)
+        file.truncate(0)
+        print("reading", flush=True)
+        mapped[0]
+"""
+
+
+@pytest.mark.parametrize("when", ["never", "before", "after"])
+def test_a_bus_error_that_is_not_of_the_store_ends_the_process_as_before(tmp_path, when):
+    command = [sys.executable, "-c", BUS_ERROR, str(tmp_path), when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, "reading\n")
+    assert ("Bus error" in done.stderr) == (when != "never")

@@ -23,7 +23,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "embstore/distinct_keys.h"
@@ -49,12 +48,19 @@ class FetchedRows {
               bool with_scores);
 
   FetchedRow Find(int64_t key) const;
+  // The wanted keys without repetitions, and where in `wanted` they come first.
+  std::span<const int64_t> keys() const { return keys_.keys(); }
+  std::span<const uint32_t> first() const { return first_; }
+  // numbers()[j] is the place of the j-th wanted key in keys().
+  std::span<const uint32_t> numbers() const { return numbers_; }
+  FetchedRow at(size_t number) const;  // of keys()[number]
   bool empty() const { return keys_.empty(); }
   bool has_scores() const { return keys_.empty() || !scores_.empty(); }
 
  private:
   int64_t row_bytes_ = 0;
   DistinctKeys keys_;
+  std::vector<uint32_t> first_, numbers_;
   RecycledBuffer rows_;
   std::vector<uint64_t> scores_;
   std::vector<uint8_t> found_;
@@ -110,7 +116,7 @@ class LowerTier {
   };
   ReadAhead BeginReadAhead();
   bool HasChangedBelow(const ReadAhead& read, int64_t key) const {
-    return read.contents != contents_ || changed_.contains(key);
+    return read.contents != contents_ || changed_.Find(key) >= 0;
   }
   void EndReadAhead();
 
@@ -132,8 +138,8 @@ class LowerTier {
   std::vector<uint8_t> dirty_;  // one a row; empty without a store
   int64_t fetches_ = 0, write_backs_ = 0;
   int64_t reads_ahead_ = 0;
-  std::unordered_set<int64_t> changed_;  // rows below that changed while there are reads ahead
-  uint64_t contents_ = 0;                // changes when all rows below do
+  DistinctKeys changed_;   // rows below that changed while there are reads ahead
+  uint64_t contents_ = 0;  // changes when all rows below do
 };
 
 }  // namespace embstore

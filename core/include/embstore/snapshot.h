@@ -99,7 +99,11 @@ class Snapshot {
 
   // ---- for Table, which calls the newest snapshot; each call reaches the older ones too ----
   void Preserve(const IndexEntry& entry);  // as the index has it now
-  bool IsSettled(Row row) const;           // nobody would save it
+  bool IsSettled(Row row) const {          // nobody would save it
+    const Snapshot* at = this;
+    while (at && at->IsSettledMark(at->ReadMark(row))) at = at->older_;
+    return at == nullptr;
+  }
   // keys[i] for i of `absent` are about to come up or to be erased; `below` has the rows of those
   // that are below, with scores.
   void PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
@@ -126,6 +130,10 @@ class Snapshot {
 
   std::atomic_ref<uint8_t> mark(Row row) {
     return std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t*>(marks_.data())[row]);
+  }
+  uint8_t ReadMark(Row row) const {
+    auto& byte = reinterpret_cast<uint8_t&>(const_cast<std::byte*>(marks_.data())[row]);
+    return std::atomic_ref<uint8_t>(byte).load(std::memory_order_acquire);
   }
   bool IsSettledMark(uint8_t mark) const { return mark != unread_ && mark != kSaving; }
   void Save(const IndexEntry& entry);

@@ -355,9 +355,11 @@ class Table : public std::enable_shared_from_this<Table> {
   Row FindRow(int64_t key) const;  // or kMissingRow
   // Finds the keys and returns the positions of those that are missing.
   std::vector<uint32_t> FindMissing(std::span<const int64_t> keys, Row* rows);
-  // Inserts the missing keys that were fetched.
-  void Install(std::span<const int64_t> keys, Row* rows, std::vector<uint32_t> missing,
+  // Inserts keys that were fetched, each once.
+  void Install(std::span<const int64_t> keys, Row* rows, std::span<const uint32_t> found,
                const FetchedRows& below);
+  void FetchAndInstall(std::span<const int64_t> keys, Row* rows, std::span<const uint32_t> missing);
+  static void RepeatRows(Row* rows, std::span<const uint32_t> missing, const FetchedRows& below);
   // A row that comes up keeps the score that it has below.
   bool keeps_scores() const { return counts_occurrences() || options_.ttl > 0; }
   // Whether a fetch has to bring scores along.
@@ -391,6 +393,8 @@ class Table : public std::enable_shared_from_this<Table> {
   Store& RequireStore() const;
   void LogEvictions(std::span<Evicted> evicted);
   void InitRow(Row row, int64_t key, const float* initial, float* scratch);
+  // states (n, state width) of these rows; skips kMissingRow.
+  void AssignStates(const Row* rows, int64_t n, const float* states);
   void AfterInsert(Row row);  // a row that was free
   // values (n, dim) and states (n, state width) of these rows; each may be null.
   void CopyRows(const Row* numbers, int64_t n, float* values, float* states) const;

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore import _core
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import crc32, file_size, open_regular, read_into
 from embstore.formats.dynamicemb import Floats, Part
@@ -42,10 +43,12 @@ class RowFile:
 
     def read(self, begin: int, end: int, sums: Pieces | None = None) -> Array:
         """Rows [begin, end). Adds their checksum to `sums`."""
-        array = np.empty((end - begin, self.shape[1]), self.dtype)
-        if array.size == 0:
-            return array
-        raw, at = array.reshape(-1).view(np.uint8), self._header_bytes + begin * self.row_bytes
+        size = (end - begin) * self.row_bytes
+        if size == 0:
+            return np.empty((end - begin, self.shape[1]), self.dtype)
+        raw = _core.empty_bytes(size)  # recycled: fresh pages cost more than the copy
+        array: Array = raw.view(self.dtype).reshape(-1, self.shape[1])
+        at = self._header_bytes + begin * self.row_bytes
         fd = open_regular(self.path)
         try:
             read_into(fd, self.path, at, raw)
