@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from embstore import _core
 from embstore.arrays import as_keys, empty_tensor, engine_dtype, torch_dtype
@@ -382,7 +381,8 @@ def as_offsets(offsets: torch.Tensor, n: int, *, include_last: bool) -> torch.Te
     if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1:
         raise ValueError(f"offsets should be a tensor of one dimension but is: {offsets!r}")
     flat = as_key_tensor(offsets, "offsets")
-    return flat if include_last else pad(flat, (0, 1), value=n)
+    # Not pad(), whose value torch.export would take for a constant.
+    return flat if include_last else torch.cat([flat, flat.new_full((1,), n)])
 
 
 def as_weights(weights: torch.Tensor, n: int) -> torch.Tensor:
