@@ -19,7 +19,7 @@ from dynamicemb.external_storage import StorageStore, is_storage, stores_of
 from dynamicemb.gate import Gate, filter_threshold
 from dynamicemb.optimizers import engine_optimizer, optimizer_args
 from dynamicemb.options import OWNERSHIPS, DynamicEmbTableOptions
-from dynamicemb.planner import DynamicEmbParameterSharding, check_owner, describe
+from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding, check_owner, describe
 from embstore.display import as_html
 from embstore.distributed.ranks import Ranks
 from embstore.nn.batch import Request

@@ -2,13 +2,11 @@
 
 from dynamicemb.planner.enumerators import DynamicEmbeddingEnumerator, DynamicEmbParameterConstraints
 from dynamicemb.planner.planner import DynamicEmbeddingShardingPlanner
-from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding, check_owner, describe
+from dynamicemb.planner.rw_sharding import DynamicEmbParameterSharding
 
 __all__ = [
     "DynamicEmbParameterConstraints",
     "DynamicEmbParameterSharding",
     "DynamicEmbeddingEnumerator",
     "DynamicEmbeddingShardingPlanner",
-    "check_owner",
-    "describe",
 ]

@@ -88,11 +88,11 @@ def _checked(
 
 
 class DynamicEmbeddingShardingPlanner:
-    """TorchRec's planner for static tables; dynamic ones are row-wise over all ranks, or table-wise where
-    their constraint says so.
+    """TorchRec's planner for static tables; dynamic ones are row-wise over all ranks.
 
-    A rank may hold max(next power of two of num_embeddings / world, bucket_capacity) rows of a row-wise
-    dynamic table: `planned` shows it. TorchRec's memory budget does not count dynamic tables.
+    They are table-wise where their constraint says so. A rank may hold max(next power of two of
+    num_embeddings / world, bucket_capacity) rows of a row-wise dynamic table: `planned` shows it. TorchRec's
+    memory budget does not count dynamic tables.
 
     Args:
         eb_configs: the configs of every table of the model. They are read, never changed.

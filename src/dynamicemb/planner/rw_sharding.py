@@ -98,17 +98,7 @@ def check_owner(owner: int, world: int, options: DynamicEmbTableOptions, name: s
 
 
 def describe(options: DynamicEmbTableOptions) -> str:
-    """All options in a line, for comparing ranks: `==` compares only what groups tables.
-
-    Args:
-        options: of a table.
-
-    Examples:
-        >>> from dynamicemb import DynamicEmbTableOptions
-        >>> from dynamicemb.planner import describe
-        >>> "dist_type='roundrobin'" in describe(DynamicEmbTableOptions())
-        True
-    """
+    """All options in a line, for comparing ranks: `==` compares only what groups tables."""
     # A device belongs to a rank, and so does the store that a function makes.
     own = ("device_id", "external_storage")
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in own}
