@@ -74,8 +74,8 @@ class _Frame:
         return HEIGHT - BOTTOM - (value - self.low_y) / (self.high_y - self.low_y) * (HEIGHT - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        if not self.log_x:
-            return ticks(self.low_x, self.high_x)
+        if not self.log_x:  # steps: there is no half of one
+            return [value for value in ticks(self.low_x, self.high_x) if value == round(value)]
         first, last = math.ceil(self.low_x), math.floor(self.high_x)
         return [2.0**n for n in range(first, last + 1, max(1, (last - first) // 4))]
 

@@ -150,5 +150,10 @@ def test_bars_are_as_high_as_their_counts():
     assert heights[2] == pytest.approx(2 * heights[0], rel=0.02)
 
 
+def test_an_axis_of_steps_has_no_halves():
+    svg = bar_chart([0, 1, 2, 3], [50, 30, 1], label="x", x_name="n")
+    assert re.findall(r'text-anchor="middle">([\d.]+)<', svg) == ["0", "1", "2", "3"]
+
+
 def test_numbers_are_short():
     assert [short(x) for x in (0, 0.25, 999, 1500, 2_000_000)] == ["0", "0.25", "999", "1.5k", "2M"]
