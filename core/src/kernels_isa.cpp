@@ -89,35 +89,54 @@ EMBSTORE_INLINE int64_t ItemsAhead(int64_t budget_bytes, int64_t item_bytes, int
   return items < least ? least : items > most ? most : items;
 }
 
-template <class T, class U, int64_t kDim>
+template <int64_t kDim>
+EMBSTORE_INLINE void StreamRow(const float* in, float* out) {
+#pragma GCC unroll 16
+  for (int64_t column = 0; column < kDim; column += kLanes) Stream(Load(in + column), out + column);
+}
+
+// kStream: around the caches. Needs lines that are written as a whole.
+template <class T, class U, int64_t kDim, bool kStream = false>
 void GatherAs(const RowsView& rows, const Row* numbers, int64_t n, const float* extra, U* out,
               int64_t out_stride) {
   const int64_t dim = kDim > 0 ? kDim : rows.dim;
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
-  const int64_t ahead = ItemsAhead(4096, row_bytes, 4, 32);
+  const int64_t ahead = ItemsAhead(8192, row_bytes, 4, 32);
   for (int64_t i = 0; i < n; ++i) {
     if (i + ahead < n && numbers[i + ahead] >= 0) {
       PrefetchBytes(RowAt<T>(rows, numbers[i + ahead]), row_bytes);
     }
     U* const target = out + i * out_stride;
     if (numbers[i] >= 0) [[likely]] {
-      Convert<kDim>(RowAt<const T>(rows, numbers[i]), target, dim);
+      if constexpr (kStream) {
+        StreamRow<kDim>(RowAt<const T>(rows, numbers[i]), target);
+      } else {
+        Convert<kDim>(RowAt<const T>(rows, numbers[i]), target, dim);
+      }
     } else if (numbers[i] == kMissingRow) {
       __builtin_memset(target, 0, dim * sizeof(U));
     } else {
       Convert<kDim>(extra + ExtraIndex(numbers[i]) * dim, target, dim);
     }
   }
+  if constexpr (kStream) FinishStreams();
 }
 
 void Gather(const RowsView& rows, const Row* numbers, int64_t n, const float* extra, void* out,
-            DType out_dtype, int64_t out_stride) {
+            DType out_dtype, int64_t out_stride, bool around_caches) {
   WithElement(rows.dtype, [&](auto* row_element) {
     using T = std::remove_pointer_t<decltype(row_element)>;
     WithElement(out_dtype, [&](auto* out_element) {
       using U = std::remove_pointer_t<decltype(out_element)>;
       U* const typed = static_cast<U*>(out);
+      const bool streams = around_caches && reinterpret_cast<uintptr_t>(out) % kLine == 0 &&
+                           out_stride * static_cast<int64_t>(sizeof(U)) % kLine == 0;
       const auto run = [&](auto dim) {
+        if constexpr (dim.value * sizeof(float) % kLine == 0 && dim.value > 0) {
+          if (streams) {
+            return GatherAs<T, U, dim.value, true>(rows, numbers, n, extra, typed, out_stride);
+          }
+        }
         GatherAs<T, U, dim.value>(rows, numbers, n, extra, typed, out_stride);
       };
       if constexpr (std::is_same_v<T, float> && std::is_same_v<U, float>) {

@@ -13,6 +13,9 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 2048;
 
+// Larger outputs of a call have left the caches before a model reads them.
+constexpr int64_t kCachedOutputBytes = (int64_t{32} << 20) - 1;
+
 // A share of one request: bags [first, last) if pooled, else keys [first, last).
 struct Share {
   int64_t first, last;
@@ -30,6 +33,7 @@ struct Work {
   std::vector<uint32_t> waiting;  // in training: those that are not to be stored yet
   std::vector<float> extra;       // vectors of keys that are not stored
   int64_t refused = 0;
+  bool around_caches = false;
 
   Work(const LookupRequest* from, Row* to) : request(from), numbers(to) {}
 
@@ -98,7 +102,7 @@ struct Work {
       auto* to =
           static_cast<std::byte*>(out.base) + position * static_cast<int64_t>(SizeOf(out.dtype));
       ActiveKernels().gather(rows, numbers + from, until - from, extra_rows(), to, out.dtype,
-                             out.stride);
+                             out.stride, around_caches);
     };
     if (out.positions == nullptr) {
       gather(begin, end, begin * out.stride);
@@ -259,9 +263,21 @@ void InsertAll(std::vector<Work>& works) {
   }
 }
 
+int64_t OutputBytes(const std::vector<Work>& works) {
+  int64_t bytes = 0;
+  for (const Work& work : works) {
+    if (work.pooled()) continue;
+    bytes += std::ssize(work.request->keys) * work.request->table->dim() *
+             static_cast<int64_t>(SizeOf(work.request->out.dtype));
+  }
+  return bytes;
+}
+
 void Run(std::vector<Work>& works, Access access) {
   std::vector<std::pair<Work*, Share*>> tasks;
+  const bool around_caches = OutputBytes(works) > kCachedOutputBytes;
   for (Work& work : works) {
+    work.around_caches = around_caches;
     work.Split();
     for (Share& share : work.shares) tasks.emplace_back(&work, &share);
   }

@@ -69,7 +69,7 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
   ForKeyBlocks(index(), keys, [&](int64_t i, const Slot* slots, const Row* rows, int64_t m) {
     if (values) {
       ActiveKernels().gather(view, rows, m, nullptr, values + i * options_.dim, DType::kFloat32,
-                             options_.dim);
+                             options_.dim, /*around_caches=*/false);
     }
     for (int64_t j = 0; j < m; ++j) {
       const Slot slot = slots[j];
@@ -339,7 +339,8 @@ void Table::ForgetRows() {
 
 void Table::CopyRows(const Row* numbers, int64_t n, float* values, float* states) const {
   if (values) {
-    ActiveKernels().gather(rows(), numbers, n, nullptr, values, DType::kFloat32, options_.dim);
+    ActiveKernels().gather(rows(), numbers, n, nullptr, values, DType::kFloat32, options_.dim,
+                           /*around_caches=*/false);
   }
   if (!states) return;
   constexpr int64_t kAhead = 8;

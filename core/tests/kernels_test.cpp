@@ -191,8 +191,33 @@ TEST(Gather copies and converts rows and misses and extra rows) {
               expected.Set(i * stride + c, Value(rows, extra, slots[i], c));
             }
           }
-          kernels->gather(rows.view, slots.data(), n, extra.data(), out.data(), to, stride);
+          kernels->gather(rows.view, slots.data(), n, extra.data(), out.data(), to, stride, false);
           CHECK(out == expected);  // and nothing between the rows is written
+        }
+      }
+    }
+  }
+}
+
+TEST(Gather around the caches writes the same bytes) {
+  for (const Kernels* kernels : AvailableKernels()) {
+    for (const int64_t dim : kDims) {
+      for (const int64_t stride : {dim, dim + 16, (dim + 31) / 16 * 16}) {
+        const int64_t n = 97;
+        Rows rows(DType::kFloat32, 50, dim);
+        const std::vector<float> extra = ExtraRows(dim);
+        const std::vector<Slot> slots = MixedSlots(n, 50);
+        // Whole lines, and shifted by a column.
+        std::vector<float> through(static_cast<size_t>(n * stride + 32), -1.0f), around = through;
+        for (const int64_t shift : {0, 1}) {
+          const auto gather = [&](std::vector<float>& out, bool around_caches) {
+            const auto address = reinterpret_cast<uintptr_t>(out.data());
+            float* const line = reinterpret_cast<float*>((address + 63) / 64 * 64);
+            kernels->gather(rows.view, slots.data(), n, extra.data(), line + shift, DType::kFloat32,
+                            stride, around_caches);
+            return std::vector<float>(line, line + n * stride);
+          };
+          CHECK(gather(around, true) == gather(through, false));
         }
       }
     }
@@ -431,7 +456,7 @@ TEST(Calls with nothing to do write nothing) {
     const Elements before = rows.elements;
     const int64_t offsets[] = {0};
     float scratch[7];
-    kernels->gather(rows.view, nullptr, 0, nullptr, nullptr, DType::kFloat32, 7);
+    kernels->gather(rows.view, nullptr, 0, nullptr, nullptr, DType::kFloat32, 7, true);
     kernels->pool(rows.view, nullptr, nullptr, offsets, nullptr, true, 0, 0, {});
     kernels->update(rows.view, {}, {}, nullptr, 0, {}, scratch);
     kernels->reduce(7, nullptr, 0, {}, nullptr);

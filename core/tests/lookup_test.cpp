@@ -90,6 +90,34 @@ TEST(Training inserts what is missing and returns every row) {
   }
 }
 
+TEST(An output that is larger than the caches holds every row) {
+  constexpr int64_t kDim = 128, kKeys = 70'001;
+  TableOptions options = SmallTable(kDim, 1 << 10);
+  options.initializer.kind = InitializerKind::kNormal;
+  const auto table = Table::Create(options);
+  const std::vector<int64_t> keys = RandomKeys(kKeys, 97, 7);
+  const RecycledBuffer out(kKeys * kDim * sizeof(float));  // starts on a line
+  LookupRequest request;
+  request.table = table;
+  request.keys = keys;
+  request.out.base = out.data();
+  request.out.stride = kDim;
+  for (const int threads : {1, 4}) {
+    SetNumThreads(threads);
+    for (const Access access : {Access::kTrain, Access::kReadZero}) {
+      std::fill_n(out.as<float>(), kKeys * kDim, -7.0f);
+      LookUp({&request, 1}, access);
+      const auto rows = AllRows(*table);
+      bool same = true;
+      for (size_t i = 0; i < keys.size(); ++i) {
+        const std::vector<float>& row = rows.at(keys[i]).value;
+        same &= std::equal(row.begin(), row.end(), out.as<float>() + kDim * i);
+      }
+      CHECK(same);
+    }
+  }
+}
+
 TEST(Keys that the caller does not admit read their initial vector and are not stored) {
   const auto table = Table::Create(SmallTable(3, 1024));
   LookUpOne(table, {5});

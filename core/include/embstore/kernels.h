@@ -63,8 +63,9 @@ struct Kernels {
                   ScoreUpdate update, uint64_t score, bool alone);
 
   // out row i = row numbers[i] (converted), zeros for kMissingRow, extra[j] for ExtraRow(j).
+  // around_caches: for outputs that will not be in the caches anyway when they are read.
   void (*gather)(const RowsView& rows, const Row* numbers, int64_t n, const float* extra, void* out,
-                 DType out_dtype, int64_t out_stride);
+                 DType out_dtype, int64_t out_stride, bool around_caches);
 
   // Bags [bag_begin, bag_end): out(bag) = sum over i in [offsets[bag], offsets[bag + 1]) of
   // scale_i * row(numbers[i]), accumulated in float32, in order. scale_i = weights[i] (or 1),
