@@ -1,10 +1,10 @@
 """The owner's part of a step: vectors for the keys that this rank owns, for all tables in one engine call,
-and their way back to the ranks that asked."""
+and their way back to the ranks that asked, while the program goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,24 +15,29 @@ from torchrec.distributed.embedding_types import BaseEmbeddingLookup
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
-from dynamicemb.exchange import AnswersOfOwners, ColumnsOfOwners, SumOfOwners
+from dynamicemb.exchange import AnswersOfOwners, ColumnsOfOwners, Pending, Sent, SumOfOwners
 from dynamicemb.external_storage import StorageStore
 from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
-from dynamicemb.routing import Cell, OwnedKeys
+from dynamicemb.routing import Cell, OwnedKeys, Step
 from dynamicemb.tables import DynamicTable
+from dynamicemb.wire import Wire
+from embstore import _core
 from embstore.arrays import empty_tensor
 from embstore.distributed.columns import Columns
 from embstore.distributed.exchange import with_marks
-from embstore.distributed.ranks import Ranks
+from embstore.distributed.ranks import Ranks, TorchRanks
 from embstore.nn.batch import Access, Batch, Pooling, Prepared, run_batch
 
 
 class Lookup(BaseEmbeddingLookup[Any, torch.Tensor], FusedOptimizerModule):
     """Base of the lookups. `_Sharded...` collections hand their train() and eval() on to it."""
 
-    def __init__(self, tables: Sequence[DynamicTable], dtype: torch.dtype, ranks: Ranks) -> None:
+    def __init__(
+        self, tables: Sequence[DynamicTable], dtype: torch.dtype, ranks: Ranks, wire: Wire | None = None
+    ) -> None:
         super().__init__()
         self._tables = list(tables)
+        self._wire = wire or Wire()
         self.dtype, self._ranks, self._world = dtype, ranks, ranks.world
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
         # TorchRec wants a parameter for every table. It has no rows: they live in the table.
@@ -135,8 +140,9 @@ class BagLookup(Lookup):
         features: Sequence[int],
         mean: Sequence[bool],
         owners: Sequence[int] = (),
+        wire: Wire | None = None,
     ) -> None:
-        super().__init__(tables, dtype, ranks)
+        super().__init__(tables, dtype, ranks, wire)
         self._mean = list(mean)  # of each table
         self._columns_of_ranks: Columns | None = None
         if owners:
@@ -152,7 +158,7 @@ class BagLookup(Lookup):
         self._widths = torch.tensor(widths, dtype=torch.int64)
         self._columns = torch.cumsum(self._widths, 0) - self._widths
         self._row = max(sum(widths), 1)  # of the output; it is never without a column
-        self._blocks = [(dim, len(list(run_))) for dim, run_ in groupby(widths)]  # features of one width
+        self._places_of_features = list(zip(accumulate(widths, initial=0), widths))  # first column, columns
         self._ends = list(accumulate(features, initial=0))  # features before each table
         self._places: tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]] = ([], [])
 
@@ -176,17 +182,19 @@ class BagLookup(Lookup):
     def _arranged(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient feature by feature. A row reads its bags in any order: those of one feature then lie
         in a piece that fits a cache, not one to a page."""
-        samples = gradient.shape[0]
-        out = empty_tensor((gradient.numel(),), gradient.dtype)
-        first = 0
-        for dim, features in self._blocks:
-            last = first + features * dim
-            piece = gradient[:, first:last].unflatten(1, (features, dim)).transpose(0, 1)
-            out[first * samples : last * samples].view(piece.shape).copy_(piece)
-            first = last
+        samples, columns = gradient.shape
+        out, size = empty_tensor((gradient.numel(),), gradient.dtype), gradient.element_size()
+        source, target = gradient.data_ptr(), out.data_ptr()
+        _core.copy_columns(
+            [
+                (source + size * at, size * columns, target + size * at * samples, size * dim, size * dim)
+                for at, dim in self._places_of_features
+            ],
+            samples,
+        )
         return out
 
-    def forward(self, sparse_features: OwnedKeys) -> torch.Tensor:
+    def forward(self, sparse_features: OwnedKeys) -> torch.Tensor | Pending:
         batch = sparse_features
         samples = sum(batch.samples)
         alone = self._world == 1
@@ -210,6 +218,8 @@ class BagLookup(Lookup):
             )
         # Shares of several owners are added up in float32 before they are rounded.
         dtype = self.dtype if self._whole else torch.float32
+        if not alone:
+            dtype = self._wire.forward or dtype
         marks = 0 if alone else self._world
         whole = self._batch(
             requests,
@@ -220,16 +230,26 @@ class BagLookup(Lookup):
         whole.prepared, self.prepared = self.prepared, None
         if alone:
             (out,) = run_batch(whole, self._access, self._anchor, [r.weights for r in requests])
-        elif self._columns_of_ranks is not None:
-            columns = self._columns_of_ranks
-            out = ColumnsOfOwners.apply(
-                self._trained, whole, self._access, batch.samples, columns, self._ranks
-            )
-        else:
-            out = SumOfOwners.apply(self._trained, whole, self._access, batch.samples, self._ranks)
+            return out.to(device=batch.device, dtype=self.dtype)
+        return self._send(whole, batch)
+
+    def _send(self, whole: Batch, batch: OwnedKeys) -> Pending:
+        """Sends the bags, or the shares of them, to the ranks that asked."""
+        columns, ranks, samples, trained = self._columns_of_ranks, self._ranks, batch.samples, self._trained
+        assert isinstance(ranks, TorchRanks)
+        widths = [self._row] * ranks.world if columns is None else columns.strides
+        sent = Sent(whole, self._access, samples, [samples[ranks.rank]] * ranks.world, widths, ranks)
+
+        def receive() -> torch.Tensor:
+            if columns is not None:
+                out = ColumnsOfOwners.apply(trained, sent, samples, columns, self._wire)
+            else:
+                out = SumOfOwners.apply(trained, sent, samples, self._wire)
             if batch.mean_scale is not None:
                 out = out * batch.mean_scale.repeat_interleave(self._widths, 1)
-        return out.to(device=batch.device, dtype=self.dtype)
+            return out.to(device=batch.device, dtype=self.dtype)
+
+        return Pending(receive)
 
 
 class KeyLookup(Lookup):
@@ -241,13 +261,14 @@ class KeyLookup(Lookup):
         dtype: torch.dtype,
         ranks: Ranks,
         cells: Sequence[Sequence[Cell]],
+        wire: Wire | None = None,
     ) -> None:
-        super().__init__(tables, dtype, ranks)
+        super().__init__(tables, dtype, ranks, wire)
         self._runs = [len(of_table) * ranks.world for of_table in cells]  # of each table
         self._repeated = any(cell.unique for of_table in cells for cell in of_table)
         self._dim = tables[0].table.dim
 
-    def forward(self, sparse_features: OwnedKeys) -> torch.Tensor:
+    def forward(self, sparse_features: OwnedKeys) -> torch.Tensor | Pending:
         batch = sparse_features
         assert batch.runs is not None
         requests, run_ = [], 0
@@ -266,31 +287,36 @@ class KeyLookup(Lookup):
                 )
             )
             run_ += runs
-        marks = 0 if batch.index is None else self._world
+        marks, dtype = 0, self.dtype
+        if batch.index is not None:
+            marks, dtype = self._world, self._wire.forward or dtype
         whole = self._batch(
             requests,
-            out=empty_tensor((batch.keys.numel() + marks, self._dim), self.dtype),
+            out=empty_tensor((batch.keys.numel() + marks, self._dim), dtype),
             gradient_scale=self._begin_step(),
         )
         whole.prepared, self.prepared = self.prepared, None
         if batch.index is None:
             (out,) = run_batch(whole, self._access, self._anchor)
-        else:
+            return out.to(batch.device)
+        ranks, index, trained = self._ranks, batch.index, self._trained
+        assert isinstance(ranks, TorchRanks)
+        widths = [self._dim] * ranks.world
+        sent = Sent(whole, self._access, batch.owned, batch.asked, widths, ranks)
+
+        def receive() -> torch.Tensor:
             out = AnswersOfOwners.apply(
-                self._trained,
-                whole,
-                self._access,
-                batch.index,
-                batch.asked,
-                batch.owned,
-                self._repeated,
-                self._ranks,
+                trained, sent, index, batch.asked, batch.owned, self._repeated, self._wire
             )
-        return out.to(batch.device)
+            return out.to(device=batch.device, dtype=self.dtype)
+
+        return Pending(receive)
 
 
-class NoOutputDist(BaseEmbeddingDist[Any, torch.Tensor, torch.Tensor]):
-    """The lookup has brought the vectors back already."""
+class OutputDist(BaseEmbeddingDist[Any, torch.Tensor, torch.Tensor]):
+    """The lookup has sent the vectors already: the program may go on until it needs them."""
 
-    def forward(self, local_embs: torch.Tensor, sharding_ctx: Any = None) -> Awaitable[torch.Tensor]:
-        return NoWait(local_embs)
+    def forward(
+        self, local_embs: torch.Tensor | Pending, sharding_ctx: Any = None
+    ) -> Awaitable[torch.Tensor]:
+        return Step(local_embs.receive) if isinstance(local_embs, Pending) else NoWait(local_embs)

@@ -86,7 +86,7 @@ def _lengths(features: KeyedJaggedTensor) -> torch.Tensor:
     return features.lengths().to("cpu").view(len(features.keys()), features.stride())
 
 
-class _Step(Awaitable[Any]):
+class Step(Awaitable[Any]):
     """A wait that runs a function, once."""
 
     def __init__(self, function: Any) -> None:
@@ -119,7 +119,7 @@ class _Routing(BaseSparseFeaturesDist[Any]):
         except BaseException as failure:  # every rank gets to know
             failures.append(failure)
         received = swap_headers(headers, failures, ranks, STEP)
-        return _Step(lambda: self.exchange(prepared, received(), ranks))
+        return Step(lambda: self.exchange(prepared, received(), ranks))
 
     def alone(self, features: KeyedJaggedTensor) -> OwnedKeys:
         raise NotImplementedError
@@ -219,7 +219,7 @@ class BagRouting(_Routing):
                 keys, offsets, prepared.device, weights, samples=samples, mean_scale=prepared.mean_scale
             )
 
-        return _Step(finish)
+        return Step(finish)
 
 
 class KeyRouting(_Routing):
@@ -284,4 +284,4 @@ class KeyRouting(_Routing):
                 owned=owned,
             )
 
-        return _Step(finish)
+        return Step(finish)

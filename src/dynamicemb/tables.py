@@ -26,6 +26,8 @@ from embstore.nn.batch import Request
 from embstore.ownership import AnyOwnership, OnRank
 from embstore.stores import Store, row_bytes
 
+SHARDING = "sharding a model with dynamic tables"  # in errors
+
 
 @dataclass(eq=False)
 class DynamicTable:
@@ -241,9 +243,8 @@ def build_tables(
                 owner=owners[number],
             )
 
-    call = "sharding a model with dynamic tables"
-    seed = ranks.gather(torch.initial_seed(), call)[0]
-    tables = ranks.together(plan, call)
+    seed = ranks.gather(torch.initial_seed(), SHARDING)[0]
+    tables = ranks.together(plan, SHARDING)
     owners = [info.param_sharding.owner for info in infos]  # type: ignore[attr-defined]
     description = {
         name: f"{engine}, {describe(planned)}" + ("" if owner is None else f", on rank {owner}")
@@ -251,7 +252,7 @@ def build_tables(
     }
     ranks.require_same("tables", description)
     try:
-        ranks.together(make, call)
+        ranks.together(make, SHARDING)
     except BaseException:
         for table in made.values():
             store = table.table.store

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import CommOp, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import embstore
-from dynamicemb.lookup import BagLookup, KeyLookup, Lookup, NoOutputDist
+from dynamicemb.lookup import BagLookup, KeyLookup, Lookup, OutputDist
 from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.routing import BagRouting, Cell, KeyRouting
-from dynamicemb.tables import DynamicTable, HoldsDynamicTables, build_tables, rows_of
+from dynamicemb.tables import SHARDING, DynamicTable, HoldsDynamicTables, build_tables, rows_of
+from dynamicemb.wire import Wire, wire_of
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.ownership import OnRank
 
@@ -69,22 +70,39 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
     """Dynamic tables of a collection that share an ownership, or are on one rank each."""
 
     def __init__(
-        self, infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, unique: bool = False
+        self,
+        infos: Sequence[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        codecs: Mapping[str, Any] | None = None,
+        unique: bool = False,
     ) -> None:
         super().__init__()
         ranks = ranks_of(env.process_group, purpose=None) if env.world_size > 1 else Ranks()
-        self.tables = build_tables(infos, env, ranks)
         self._configs = [info.embedding_config for info in infos]
+        self._pooled = self._configs[0].pooling != PoolingType.NONE
+        self._wire = Wire()
+        if ranks.world > 1:
+            operation = self._operation(infos[0])
+            self._wire = ranks.together(lambda: wire_of(codecs, operation), SHARDING)
+            ranks.require_same("qcomm_codecs_registry", {operation.name: str(self._wire)})
+        self.tables = build_tables(infos, env, ranks)
         self.dtype = _output_dtype(infos)
         self._ownership = next(iter(self.tables.values())).ownership
         self.ranks = ranks
-        self._pooled = self._configs[0].pooling != PoolingType.NONE
         self._unique = unique and ranks.world > 1
         of_tables = [table.ownership for table in self.tables.values()]
         self._owners = [rule.rank for rule in of_tables if isinstance(rule, OnRank) and ranks.world > 1]
         self._spread = {
             info.embedding_config.name: _shard_of(info.param_sharding, env.rank) for info in infos
         }
+
+    def _operation(self, info: EmbeddingShardingInfo) -> CommOp:
+        """What TorchRec calls the exchange of vectors."""
+        if not self._pooled:
+            return CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+        if info.param_sharding.sharding_type == ShardingType.TABLE_WISE.value:
+            return CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+        return CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
 
     def _cells(self) -> list[list[Cell]]:
         """For each table: its features one by one, or all together where duplicates are dropped. Where
@@ -117,13 +135,13 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
     def create_lookup(self, *args: Any, **keywords: Any) -> Lookup:
         common = (list(self.tables.values()), self.dtype, self.ranks)
         if not self._pooled:
-            return KeyLookup(*common, self._cells())
+            return KeyLookup(*common, self._cells(), self._wire)
         features = [len(c.feature_names) for c in self._configs]
         mean = [c.pooling == PoolingType.MEAN for c in self._configs]
-        return BagLookup(*common, features, mean, self._owners)
+        return BagLookup(*common, features, mean, self._owners, self._wire)
 
-    def create_output_dist(self, device: torch.device | None = None) -> NoOutputDist:
-        return NoOutputDist()
+    def create_output_dist(self, device: torch.device | None = None) -> OutputDist:
+        return OutputDist()
 
     def feature_names(self) -> list[str]:
         return [name for config in self._configs for name in config.feature_names]

@@ -108,7 +108,8 @@ class ShardedDynamicEmbeddingCollection(DynamicCollection, ShardedEmbeddingColle
         **keywords: Any,
     ) -> Any:
         if sharding_type.startswith(PREFIX):
-            return DynamicSharding(sharding_infos, env, self._drops_duplicates)
+            codecs = keywords.get("qcomm_codecs_registry")
+            return DynamicSharding(sharding_infos, env, codecs, self._drops_duplicates)
         return super().create_embedding_sharding(
             sharding_type=sharding_type, sharding_infos=sharding_infos, env=env, **keywords
         )

@@ -59,7 +59,7 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
         cls, sharding_infos: list[EmbeddingShardingInfo], env: ShardingEnv, *args: Any, **keywords: Any
     ) -> Any:
         if isinstance(sharding_infos[0].param_sharding, DynamicEmbParameterSharding):
-            return DynamicSharding(sharding_infos, env)
+            return DynamicSharding(sharding_infos, env, keywords.get("qcomm_codecs_registry"))
         return super().create_embedding_bag_sharding(sharding_infos, env, *args, **keywords)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:

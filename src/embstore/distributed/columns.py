@@ -37,10 +37,14 @@ class Columns:
                 self._runs.append((rank, self.widths[rank], first, width))
             self.widths[rank] += width
 
-    def join(
-        self, blocks: torch.Tensor, starts: Sequence[int], rows: int, strides: Sequence[int]
-    ) -> torch.Tensor:
+    @property
+    def strides(self) -> list[int]:
+        """Elements of a row in the block of each rank for `join`: at least one, so that a mark fits."""
+        return [max(width, 1) for width in self.widths]
+
+    def join(self, blocks: torch.Tensor, starts: Sequence[int], rows: int) -> torch.Tensor:
         """(rows, width): the block of rank r begins at blocks[starts[r]], its rows are strides[r] apart."""
+        strides = self.strides
         out = empty_tensor((rows, self.width), blocks.dtype)
         size = out.element_size()
         source, target = blocks.data_ptr(), out.data_ptr()

@@ -77,11 +77,6 @@ def with_marks(counts: Sequence[int]) -> torch.Tensor:
     return torch.arange(sum(counts)) + ranks
 
 
-def set_marks(rows: torch.Tensor, counts: Sequence[int], failed: bool) -> None:
-    """Says in rows that lie at `with_marks(counts)` whether this rank failed."""
-    rows[_marks(counts)] = float(failed)
-
-
 def swap_with_marks(
     rows: torch.Tensor,
     send: Sequence[int],
@@ -94,12 +89,13 @@ def swap_with_marks(
 
     A rank whose rows are not what they should be has the reason in `failures`; then all ranks raise.
     """
-    set_marks(rows, send, bool(failures))
+    rows[marks_at(send)] = float(bool(failures))
     out = swap(rows, [n + 1 for n in send], [n + 1 for n in receive], ranks, what)
-    if failures or out[_marks(receive), 0].any():
+    if failures or out[marks_at(receive), 0].any():
         ranks.share(failures.pop() if failures else None, what)
     return out
 
 
-def _marks(counts: Sequence[int]) -> torch.Tensor:
+def marks_at(counts: Sequence[int]) -> torch.Tensor:
+    """Where the marks are among rows that lie at `with_marks(counts)`."""
     return torch.tensor(counts).cumsum(0) + torch.arange(len(counts))

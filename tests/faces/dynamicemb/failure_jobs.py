@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from faces.dynamicemb.jobs import bags
-from faces.dynamicemb.models import Spec, dmp, loss_of, rows
+from faces.dynamicemb.models import Spec, dmp, loss_of, outputs, rows
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 
 from embstore.stores import Store, row_bytes
@@ -97,7 +97,7 @@ def fail_in_a_step(kind: str, dedup: bool, training: bool, sharding: str = "row_
     for store in stores:
         store.broken = rank == FAILING
     model.train(training)
-    answer = _outcome(lambda: step(model, batches[1]) if training else model(bags(batches[1])))
+    answer = _outcome(lambda: step(model, batches[1]) if training else outputs(model(bags(batches[1]))))
     for store in stores:
         store.broken = False
     model.train()

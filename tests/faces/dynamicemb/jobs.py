@@ -26,12 +26,21 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import CommOp
 
-from dynamicemb import DynamicEmbCheckMode, DynamicEmbScoreStrategy
+from dynamicemb import (
+    DynamicEmbCheckMode,
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbScoreStrategy,
+    exchange,
+)
 from dynamicemb.discovery import find_collections
 from dynamicemb.scores import get_score, set_score
 
+UNIFORM = DynamicEmbInitializerArgs(DynamicEmbInitializerMode.UNIFORM, lower=-1.0, upper=1.0)
 EXTREME = [
     *(0, 1, -1, -2, -3, -4, 2**63 - 1, -(2**63), -(2**63) + 1, 2**32, 2**33, 2**62, -(2**62), 3, 6, 9),
     *(5 + (high << 48) for high in range(8)),  # differ in high bits only
@@ -167,7 +176,7 @@ def customized_without_score(set_on: Sequence[int]) -> None:
     model = dmp("ebc", [spec])
     if dist.get_rank() in set_on:
         set_score(model, 5)
-    model(bags([1, 2]))
+    outputs(model(bags([1, 2])))
 
 
 def wrong_scores() -> list[str]:
@@ -497,3 +506,43 @@ def any_id(kind: str, dtype: torch.dtype) -> dict[str, Any]:
         "answer": {name: v.detach() for name, v in outputs(answer).items()},
         "keys": {name: t.rows().keys.tolist() for name, t in tables(model).items()},
     }
+
+
+def quantized(
+    kind: str, sharding: str, forward: Any, backward: Any, refused_on: int | None = None
+) -> dict[str, Any]:
+    """A step with codecs of these types: vectors before it and rows after it."""
+    precision = {
+        "forward_precision": forward or CommType.FP32,
+        "backward_precision": backward or CommType.FP32,
+    }
+    if refused_on == dist.get_rank():
+        precision["forward_precision"] = CommType.INT8
+    codecs = get_qcomm_codecs(QCommsConfig(**precision))
+    specs = [
+        Spec(f"t{i}", (f"f{i}",), sharding=sharding, options={"initializer_args": UNIFORM}) for i in range(3)
+    ]
+    model = dmp(kind, specs, codecs={operation.name: codecs for operation in CommOp})
+    answer = model(share(jagged(["f0", "f1", "f2"], 12, 7)))
+    answers = {name: v.detach().clone() for name, v in outputs(answer).items()}
+    loss_of(answer).backward()
+    return {"answers": answers, "rows": rows(model)}
+
+
+def forward_without_waiting(kind: str) -> dict[str, int]:
+    model = dmp(kind, [Spec("t0", ("f0",), dim=8)])
+    received = []
+    blocks = exchange.Sent.blocks
+
+    def counted(sent: Any) -> Any:
+        received.append(1)
+        return blocks(sent)
+
+    exchange.Sent.blocks = counted  # type: ignore[method-assign]
+    try:
+        answer = model(bags([1, 2, 3]))
+        before = len(received)
+        loss_of(answer).backward()
+    finally:
+        exchange.Sent.blocks = blocks  # type: ignore[method-assign]
+    return {"received_in_forward": before, "received": len(received)}

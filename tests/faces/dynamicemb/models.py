@@ -78,11 +78,17 @@ class Spec:
         )
 
 
-def sharders(fused_params: Mapping[str, Any] | None = None, dedup: bool = False) -> list[Any]:
+def sharders(
+    fused_params: Mapping[str, Any] | None = None,
+    dedup: bool = False,
+    codecs: dict[str, Any] | None = None,
+) -> list[Any]:
     params = dict(SGD if fused_params is None else fused_params)
     return [
-        DynamicEmbeddingCollectionSharder(fused_params=params, use_index_dedup=dedup),
-        DynamicEmbeddingBagCollectionSharder(fused_params=params),
+        DynamicEmbeddingCollectionSharder(
+            fused_params=params, use_index_dedup=dedup, qcomm_codecs_registry=codecs
+        ),
+        DynamicEmbeddingBagCollectionSharder(fused_params=params, qcomm_codecs_registry=codecs),
     ]
 
 
@@ -104,6 +110,7 @@ def shard(
     kind: str,
     fused_params: Mapping[str, Any] | None = None,
     dedup: bool = False,
+    codecs: dict[str, Any] | None = None,
 ) -> DistributedModelParallel:
     """The model as DMP; `specs` are those of all its collections."""
     planner = DynamicEmbeddingShardingPlanner(
@@ -112,7 +119,7 @@ def shard(
         constraints={spec.name: spec.constraint() for spec in specs},
         debug=False,
     )
-    all_sharders = sharders(fused_params, dedup)
+    all_sharders = sharders(fused_params, dedup, codecs)
     return DistributedModelParallel(
         module=model,
         device=torch.device("cpu"),
@@ -129,8 +136,9 @@ def dmp(
     *,
     dedup: bool = False,
     weighted: bool = False,
+    codecs: dict[str, Any] | None = None,
 ) -> DistributedModelParallel:
-    return shard(collection(kind, specs, weighted), specs, kind, fused_params, dedup)
+    return shard(collection(kind, specs, weighted), specs, kind, fused_params, dedup, codecs)
 
 
 def jagged(
