@@ -25,7 +25,8 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "figures.md":
-        markdown = "# Figures\n\n" + _section_of_readme("Figures")
+        more = re.split(r"^(?=## )", markdown, maxsplit=1, flags=re.MULTILINE)[1:]
+        markdown = "\n".join(["# Figures\n", _section_of_readme("Figures"), *more])
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"`\1`", markdown)
 
 
