@@ -180,6 +180,7 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.mutation
 	@$(BIN)/python -m trust.soak
 	@$(BIN)/python -m trust.load
+	@$(BIN)/python -m trust.plan_check
 
 wheel:  ## wheels for CPython 3.10 to 3.13 in dist/, each tested without a compiler
 	@.ci/wheels
