@@ -194,6 +194,7 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.mutation
 	@$(BIN)/python -m trust.soak
 	@$(BIN)/python -m trust.load
+	@$(BIN)/python -m trust.plan_check
 
 lock: setup  ## requirements.lock: the versions and hashes of what .venv has
 	@$(BIN)/python .ci/lock

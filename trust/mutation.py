@@ -251,9 +251,9 @@ def compiled() -> set[tuple[str, int]]:
 # ---- the tests
 
 
-def _key(numbered: dict[int, Mutant]) -> str:
+def _key(numbered: dict[int, Mutant], chosen: list[str]) -> str:
     """Of the mutants and of all tests."""
-    digest = hashlib.sha1(repr(numbered).encode())
+    digest = hashlib.sha1(repr((numbered, chosen)).encode())
     for folder in ("tests", "core/tests"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
@@ -261,8 +261,10 @@ def _key(numbered: dict[int, Mutant]) -> str:
     return digest.hexdigest()
 
 
-def tests_for(numbered: dict[int, Mutant]) -> list[str]:
-    """The Python tests that may notice them."""
+def tests_for(numbered: dict[int, Mutant], chosen: list[str]) -> list[str]:
+    """The Python tests that may notice them, unless others are chosen."""
+    if chosen:
+        return chosen
     of_python = [mutant.file.endswith(".py") for mutant in numbered.values()]
     return (PYTHON_TESTS if any(of_python) else []) + (CPP_TESTS if not all(of_python) else [])
 
@@ -270,7 +272,8 @@ def tests_for(numbered: dict[int, Mutant]) -> list[str]:
 class Tests:
     """Knows which tests reach a mutant, and runs them."""
 
-    def __init__(self, numbered: dict[int, Mutant]) -> None:
+    def __init__(self, numbered: dict[int, Mutant], chosen: list[str]) -> None:
+        self._chosen = tests_for(numbered, chosen)
         self._programs: dict[str, tuple[float, set[int]]] = {}
         self._cases: dict[str, tuple[float, set[int]]] = {}
         self._at_import: set[int] = set()
@@ -285,7 +288,7 @@ class Tests:
         self._answers = os.fdopen(answers)
         with (WORK / "pytest.log").open("wb") as log:
             self._runner = subprocess.Popen(
-                [sys.executable, "-m", "trust.mutation_runner", str(theirs), *tests_for(numbered)],
+                [sys.executable, "-m", "trust.mutation_runner", str(theirs), *self._chosen],
                 cwd=ROOT,
                 env=self._environment,
                 stdin=subprocess.PIPE,
@@ -296,7 +299,7 @@ class Tests:
             )
         os.close(theirs)
         # Finding out takes minutes; a run that was stopped has it already.
-        file, key = WORK / "reaching.json", _key(numbered)
+        file, key = WORK / "reaching.json", _key(numbered, self._chosen)
         known = json.loads(file.read_text()) if file.exists() else {}
         if known.get("key") == key:
             self._programs, self._cases = (
@@ -383,9 +386,9 @@ class Tests:
         return "survived" if programs or cases else "not reached"
 
     def _run_alone(self, number: int) -> str:
-        """For a mutant that importing asks about: a new process, and all quick tests of checkpoints."""
+        """For a mutant that importing asks about: a new process, and all of the tests."""
         command = [sys.executable, "-m", "pytest", "-xq", "-o", f"cache_dir={WORK}/pytest"]
-        command += ["-m", "not slow and not multirank", *PYTHON_TESTS]
+        command += ["-m", "not slow and not multirank", *self._chosen]
         environment = {**self._environment, "EMBSTORE_MUTANT": str(number)}
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=600)
@@ -402,6 +405,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="a source file or folder; may be repeated"
     )
+    parser.add_argument(
+        "--tests", action="append", default=[], help="Python tests to run instead of the usual"
+    )
     parser.add_argument("--show", type=int, action="append", help="tests that reach this mutant")
     parser.add_argument("--folder", type=Path, default=WORK, help="for the copy and the results")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
@@ -413,7 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
     numbered = build(sampled(options.only, options.count, options.seed))
     results_file = WORK / "results.json"
     results = {} if options.fresh or not results_file.exists() else json.loads(results_file.read_text())
-    tests = Tests(numbered)
+    tests = Tests(numbered, options.tests)
     survivors, killed = [], 0
     try:
         if options.show:

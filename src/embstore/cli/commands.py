@@ -4,13 +4,13 @@
     embstore verify /data/monday             embstore convert /data/monday out --to v2
     embstore get /data/monday 7 -- -1        embstore merge /data/log out
     embstore serve /data/log --port 8200     embstore doctor
-    embstore advise /data/log
+    embstore advise /data/log                embstore plan --table user,rows=1e9,dim=16
 
 Exit codes: 0 all is well, 1 a difference was found or a key is missing, 2 wrong use (also: not a dump),
 3 the dump is damaged.
 """
 
-from embstore.cli import reading, serving, writing  # noqa: F401  (they add their commands)
+from embstore.cli import planning, reading, serving, writing  # noqa: F401  (they add their commands)
 from embstore.cli.app import app
 
 __all__ = ["app"]

@@ -1,0 +1,111 @@
+"""What work costs on one core of a machine, and what its disk does.
+
+machine = Machine.read("machine.json")      # `embstore plan --measure machine.json` wrote it
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Seconds of one core, unless the name says otherwise.
+
+    step, table         a training step, whatever its size, and each of its tables
+    id, id_byte         an id of a batch, and a byte of its float32 vector: lookup, gradient, sum
+    row, row_byte       a distinct row of a batch, and a byte of vector and state: the update
+    parallel            share of this work that threads divide
+    exchange, sent_table
+                        what ranks add to a step, whatever its size, and to each of its tables
+    message             one of the messages that a rank sends to each other rank, four a step
+    sent_id, sent_byte  an id that goes to its owner; a byte of an id, a vector or a gradient on its way
+    publish             a dump or an increment, whatever its size
+    dump_row, dump_byte, load_row, load_byte, follow_row, follow_byte
+                        a row of a dump that is written, loaded, or followed by a reader, and a byte of it
+    """
+
+    step: float
+    table: float
+    id: float
+    id_byte: float
+    row: float
+    row_byte: float
+    parallel: float
+    exchange: float
+    sent_table: float
+    message: float
+    sent_id: float
+    sent_byte: float
+    publish: float
+    dump_row: float
+    dump_byte: float
+    load_row: float
+    load_byte: float
+    follow_row: float
+    follow_byte: float
+    process_bytes: int  # of a rank without tables
+    cores: int
+    memory_bytes: int
+    write_bytes_per_second: float  # of the disk, for all cores
+    read_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0:
+                raise ValueError(f"{field.name} should be a number of at least 0 but is: {value!r}")
+        for name in ("cores", "memory_bytes", "write_bytes_per_second", "read_bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} should be above 0 but is: {getattr(self, name)!r}")
+        if self.parallel > 1:
+            raise ValueError(f"parallel should be between 0 and 1 but is: {self.parallel!r}")
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Machine:
+        """What `write` wrote. Raises ValueError when it is something else."""
+        try:
+            values = json.loads(Path(path).read_bytes())
+            return Machine(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: should be a file of `embstore plan --measure` but is not: {error}"
+            ) from None
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+# An AMD EPYC (Zen 4) with AVX-512 in a virtual machine of 2 cores and 24 GB, by `embstore plan --measure`.
+# Other programs ran beside it, so what the clock measures (threads, disk) is the best of three runs.
+REFERENCE = Machine(
+    step=9.5e-5,
+    table=3.6e-5,
+    id=5.5e-8,
+    id_byte=2.0e-10,
+    row=3.1e-8,
+    row_byte=1.0e-10,
+    parallel=0.65,
+    exchange=4.9e-4,
+    sent_table=1.2e-4,
+    message=3.3e-4,
+    sent_id=0.0,
+    sent_byte=6.3e-10,
+    publish=0.048,
+    dump_row=5.3e-8,
+    dump_byte=6.4e-10,
+    load_row=1.7e-7,
+    load_byte=7.5e-10,
+    follow_row=1.3e-7,
+    follow_byte=5.2e-11,
+    process_bytes=333_000_000,
+    cores=2,
+    memory_bytes=24 << 30,
+    write_bytes_per_second=9.4e8,
+    read_bytes_per_second=1.9e9,
+)
