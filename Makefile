@@ -198,7 +198,7 @@ sanitize-python: setup  ## tests of the Python extension under ASan + UBSan
 	@libraries=$$(for name in libasan.so libubsan.so libstdc++.so; do "$${CXX:-c++}" -print-file-name=$$name; done); \
 	LD_PRELOAD="$$(echo $$libraries)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 EMBSTORE_CORE=$$(ls $(CURDIR)/build/asan-python/_core*.so) \
-	  $(BIN)/python -m pytest -p trust.sanitized_core -p no:cacheprovider -o timeout=600 -q $(ASAN_TESTS)
+	  $(BIN)/python -m pytest -p trust.sanitized_core -o timeout=600 -q $(ASAN_TESTS)
 
 trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/pip install --quiet atheris
