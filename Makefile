@@ -71,7 +71,7 @@ PACKAGE := build/.done-package
 # An editable install keeps a list of modules, so it is repeated when one comes or goes.
 MODULES := build/.modules.$(call checksum,$(sort $(shell find src -name '*.py')))
 
-.PHONY: setup wheel docs demo test lint format bench movielens sanitize trust lock sbom clean help test-cpp test-py
+.PHONY: setup wheel docs demo test lint format bench movielens sanitize sanitize-python trust lock sbom clean help test-cpp test-py
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -186,10 +186,29 @@ sanitize: setup  ## the C++ tests under ASan + UBSan, then under TSan
 	@TSAN_OPTIONS=halt_on_error=1 $(NO_RANDOM) \
 	  $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=ignore
 
+# What moves most memory: operations at random, damaged files, stores, threads. The runtime of C++ is loaded first, for
+# ASan to find it. Python itself leaks, so leaks are left to the C++ tests.
+ASAN_TESTS := tests/trust/test_state_machines.py tests/trust/test_fuzz.py tests/native/test_state_machine.py \
+  tests/native/test_table.py tests/native/test_bad_input.py tests/native/test_concurrency.py \
+  tests/stores/test_ssd_store.py tests/stores/test_ssd_format.py tests/stores/test_table_over_store.py
+sanitize-python: setup  ## tests of the Python extension under ASan + UBSan
+	$(call step,build the extension with ASan and UBSan,$(BIN)/cmake -S . -B build/asan-python $(SANITIZE) \
+	  -DEMBSTORE_BUILD_TESTS=OFF -DEMBSTORE_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  '-DEMBSTORE_SANITIZE=address;undefined' && $(BIN)/cmake --build build/asan-python --target _core)
+	@libraries=$$(for name in libasan.so libubsan.so libstdc++.so; do "$${CXX:-c++}" -print-file-name=$$name; done); \
+	LD_PRELOAD="$$(echo $$libraries)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	UBSAN_OPTIONS=print_stacktrace=1 EMBSTORE_CORE=$$(ls $(CURDIR)/build/asan-python/_core*.so) \
+	  $(BIN)/python -m pytest -p trust.sanitized_core -o timeout=600 -q $(ASAN_TESTS)
+
 trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/pip install --quiet atheris
 	@$(BIN)/python -m trust.same_bits
+	@$(BIN)/python -m trust.ranks
+	@$(BIN)/python -m trust.network
+	@$(BIN)/python -m trust.failover
+	@$(BIN)/python -m trust.state_machines
 	@$(BIN)/python -m trust.faults
+	@$(BIN)/python -m trust.kills
 	@$(BIN)/python -m trust.fuzz
 	@$(BIN)/python -m trust.mutation
 	@$(BIN)/python -m trust.soak

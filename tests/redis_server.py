@@ -77,10 +77,15 @@ class RedisServer:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
 
 
-def form_cluster(nodes):
-    """Makes running servers with `--cluster-enabled yes` one cluster of masters."""
-    create = ["redis-cli", "--cluster", "create", *(node.where for node in nodes), "--cluster-replicas", "0"]
-    subprocess.run([*create, "--cluster-yes"], check=True, capture_output=True, timeout=60)
+def form_cluster(nodes, replicas=0):
+    """Makes running servers with `--cluster-enabled yes` one cluster, with replicas for each master."""
+    create = ["redis-cli", "--cluster", "create", *(node.where for node in nodes)]
+    subprocess.run(
+        [*create, "--cluster-replicas", str(replicas), "--cluster-yes"],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     deadline = time.monotonic() + 30
     while not all("cluster_state:ok" in node.cli("cluster", "info") for node in nodes):
         assert time.monotonic() < deadline, "the cluster did not form"

@@ -2,13 +2,14 @@
  *
  *   fault_arm("/tmp/x/data", "/tmp/x/undo", 17, FAULT_EIO);
  *
- * Calls that change files below the first folder are counted from 1, and the one with the given number fails: with an
+ * Calls that change files below the first folder (and those that read them, if asked) are counted from 1, and the one with the given number fails: with an
  * error, by writing half of its bytes, by kill -9, or by a power cut. A power cut first undoes what the program has not
  * made durable: bytes that were written since the last fsync of their file, and names that were created, renamed or
  * removed since the last fsync of their folder. The undo folder holds what files were before.
  *
  * One mutex covers everything; the programs are small. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -19,8 +20,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 enum { FAULT_NONE, FAULT_EIO, FAULT_ENOSPC, FAULT_SHORT, FAULT_KILL, FAULT_POWER };
@@ -33,7 +36,7 @@ struct event {
 
 static pthread_mutex_t g_mutex = PTHREAD_MUTEX_INITIALIZER;
 static char g_folder[PATH_MAX], g_undo[PATH_MAX];
-static int g_armed, g_at, g_kind, g_count, g_copies;
+static int g_armed, g_reads, g_at, g_kind, g_count, g_copies;
 static struct event *g_events;
 static size_t g_events_count, g_events_room;
 
@@ -176,11 +179,12 @@ static void cut_power(void) {
 
 /* ---- the count */
 
-void fault_arm(const char *folder, const char *undo, int at, int kind) {
+void fault_arm(const char *folder, const char *undo, int at, int kind, int reads) {
   snprintf(g_folder, sizeof g_folder, "%s", folder);
   snprintf(g_undo, sizeof g_undo, "%s", undo);
   g_at = at;
   g_kind = kind;
+  g_reads = reads;
   g_count = 0;
   g_armed = 1;
 }
@@ -216,7 +220,8 @@ static int fails(void) {
 
 static int opened(int (*call)(int, const char *, int, mode_t), int at, const char *name, int flags, mode_t mode) {
   char path[PATH_MAX];
-  if (!g_armed || !(flags & (O_CREAT | O_TRUNC | O_WRONLY | O_RDWR))) return call(at, name, flags, mode);
+  const int changes = flags & (O_CREAT | O_TRUNC | O_WRONLY | O_RDWR);
+  if (!g_armed || !(changes || g_reads)) return call(at, name, flags, mode);
   ENTER;
   path_at(at, name, path);
   if (!below(path)) LEAVE(call(at, name, flags, mode));
@@ -225,7 +230,7 @@ static int opened(int (*call)(int, const char *, int, mode_t), int at, const cha
   const int exists = stat(path, &found) == 0;
   if (exists && (flags & O_TRUNC)) before_change(path);
   const int fd = call(at, name, flags, mode);
-  if (fd >= 0 && !exists) add(CREATED, path, "");
+  if (fd >= 0 && !exists && changes) add(CREATED, path, "");
   LEAVE(fd);
 }
 
@@ -363,3 +368,74 @@ static int synced(int fd, long call) {
 }
 int fsync(int fd) { return synced(fd, SYS_fsync); }
 int fdatasync(int fd) { return synced(fd, SYS_fdatasync); }
+
+/* ---- reading; only counted when asked for */
+
+static int read_fails(int fd) {
+  char path[PATH_MAX];
+  if (!g_armed || !g_reads || fd < 0) return 0;
+  path_of(fd, path);
+  return below(path) && fails();
+}
+
+static ssize_t got(int fd, const struct iovec *parts, int count, int64_t offset) {
+  ENTER;
+  if (read_fails(fd)) {
+    if (g_kind != FAULT_SHORT || parts[0].iov_len < 2) LEAVE((ssize_t)-1);
+    const struct iovec half = {parts[0].iov_base, parts[0].iov_len / 2};
+    LEAVE((ssize_t)(offset < 0 ? syscall(SYS_readv, fd, &half, 1) : syscall(SYS_preadv, fd, &half, 1, offset, 0)));
+  }
+  LEAVE((ssize_t)(offset < 0 ? syscall(SYS_readv, fd, parts, count) : syscall(SYS_preadv, fd, parts, count, offset, 0)));
+}
+ssize_t read(int fd, void *data, size_t bytes) {
+  const struct iovec part = {data, bytes};
+  return got(fd, &part, 1, -1);
+}
+ssize_t pread(int fd, void *data, size_t bytes, off_t at) {
+  const struct iovec part = {data, bytes};
+  return got(fd, &part, 1, at);
+}
+ssize_t pread64(int fd, void *data, size_t bytes, off_t at) { return pread(fd, data, bytes, at); }
+ssize_t preadv(int fd, const struct iovec *parts, int count, off_t at) { return got(fd, parts, count, at); }
+ssize_t preadv64(int fd, const struct iovec *parts, int count, off_t at) { return got(fd, parts, count, at); }
+ssize_t preadv2(int fd, const struct iovec *parts, int count, off_t at, int flags) {
+  (void)flags;
+  return got(fd, parts, count, at);
+}
+ssize_t preadv64v2(int fd, const struct iovec *parts, int count, off_t at, int flags) {
+  (void)flags;
+  return got(fd, parts, count, at);
+}
+
+static void *mapped(void *where, size_t bytes, int protection, int flags, int fd, off_t at) {
+  if (g_armed && g_reads && fd >= 0) {
+    ENTER;
+    const int failed = read_fails(fd) && g_kind != FAULT_SHORT;
+    const int error = errno;
+    pthread_mutex_unlock(&g_mutex);
+    errno = error;
+    if (failed) return MAP_FAILED;
+  }
+  return (void *)syscall(SYS_mmap, where, bytes, protection, flags, fd, at);
+}
+void *mmap(void *where, size_t bytes, int protection, int flags, int fd, off_t at) {
+  return mapped(where, bytes, protection, flags, fd, at);
+}
+void *mmap64(void *where, size_t bytes, int protection, int flags, int fd, off_t at) {
+  return mapped(where, bytes, protection, flags, fd, at);
+}
+
+DIR *opendir(const char *name) {
+  REAL(opendir);
+  char path[PATH_MAX];
+  if (g_armed && g_reads) {
+    ENTER;
+    path_at(AT_FDCWD, name, path);
+    const int failed = below(path) && fails() && g_kind != FAULT_SHORT;
+    const int error = errno;
+    pthread_mutex_unlock(&g_mutex);
+    errno = error;
+    if (failed) return NULL;
+  }
+  return real(name);
+}

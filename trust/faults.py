@@ -5,9 +5,10 @@
     python -m trust.faults --workload dump --fault power
 
 The library trust/faults.c sits between the program and libc. A workload writes states 1, 2, 3, ... and says
-so after each. Whether it fails, is killed or loses its power: what is on the disk must be the last state that
-it said, or the one after it, whole. An error that is raised leaves the last state, unless it says that the
-new one is published, and the same call made again succeeds.
+so after each; where it only reads, calls that read fail as well. Whether it fails, is killed or loses its
+power: what is on the disk must be the last state that it said, or the one after it, whole. An error that is
+raised leaves the last state, unless it says that the new one is published, and the same call made again
+succeeds.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Run:
 
         def work(say: Callable[[Any], None]) -> None:
             self._workload.prepare(data)
-            self._library.fault_arm(str(data).encode(), str(undo).encode(), at, kind)
+            reads = getattr(self._workload, "only_reads", False)
+            self._library.fault_arm(str(data).encode(), str(undo).encode(), at, kind, reads)
             for state in self._workload.states:
                 try:
                     self._workload.write(data, state)
@@ -118,7 +120,8 @@ class Run:
         for what in said[:-1] if end == "ok" else said:
             if what[0] == "error":
                 _, state, found, published, message = what
-                allowed = (state, last) if published else (last,)
+                may_be_new = published or getattr(self._workload, "only_reads", False)
+                allowed = (state, last) if may_be_new else (last,)
                 assert found in allowed, f"after {message!r} the state is {found}, not {allowed}"
             else:
                 last = what[1]
@@ -127,7 +130,7 @@ class Run:
         def after(say: Callable[[Any], None]) -> None:
             found = self._workload.read(self._place / "data")
             assert found in (last, *following), f"the state is {found}, not {last} or {following}"
-            self._workload.go_on(self._place / "data")
+            self._workload.go_on(self._place / "data", 9)
 
         _, well = in_child(after)
         assert well == "ok", well

@@ -1,6 +1,6 @@
 """kill -9 of the trainer and of readers at any moment: no reader ever shows anything but a whole state.
 
-`python -m trust.serving_kill --rounds 1000` is the long run.
+`python -m trust.kills --kind serving` is the long run.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ print(len(seen), "calls")
 """
 
 
+@pytest.mark.slow
 def test_reading_any_file_executes_nothing_in_it(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'trust'}"}
     command = [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path)]

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+STORE_SECONDS = 5.0  # for the rendezvous store to answer
 
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 
@@ -49,15 +55,38 @@ class GlooGroup:
         before, number = self._numbers.get(key, (None, 0))
         number = number + 1 if before is base else 0
         self.name = f"{base.group_name}/{purpose}/{number}"
-        store = group_store(self.name)
-        self.group = dist.ProcessGroupGloo(
-            store, dist.get_rank(base), dist.get_world_size(base), timeout_of(base)
+        store, timeout = group_store(self.name), timeout_of(base)
+        self.group = within(
+            timeout.total_seconds() + STORE_SECONDS,
+            lambda: dist.ProcessGroupGloo(store, dist.get_rank(base), dist.get_world_size(base), timeout),
         )
         self._numbers[key] = (base, number)
         _groups.add(self)
 
     def end(self) -> None:
         self.group = None
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Runs work that talks to the rendezvous store. Raises RuntimeError when it takes longer: a client of the
+    store has no timeout of its own, and waits for minutes when the network is gone."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="embstore-rendezvous", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise RuntimeError(f"the rendezvous store does not answer within {seconds:g} s")
+    if errors:
+        raise errors.pop()
+    return results.pop()
 
 
 def group_store(name: str) -> Any:

@@ -10,7 +10,7 @@ Work that communicates by itself carries a failure mark in an exchange that it n
 arrives, every rank calls `share`, which tells the reason and raises.
 
 A rank that does not come, or is gone, ends the wait of the others after the timeout of the process group,
-with an error that names it.
+with an error that names it. So does a network that is gone, also where the rendezvous store is behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embstore.distributed.process_groups import GlooGroup, group_store, timeout_of
+from embstore.distributed.process_groups import STORE_SECONDS, GlooGroup, group_store, timeout_of, within
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -282,17 +282,22 @@ class TorchRanks(Ranks):
             name = self._base.group_name if self._own is None else self._own.name
         return group_store(f"notes/{name}")
 
-    def _explain(self, error: RuntimeError, what: str, name: str | None) -> NoReturn:
+    def _told(self, what: str, name: str | None) -> dict[int, tuple[str, Any]]:
+        """What the ranks whose collective broke say, by rank; those that are gone say nothing."""
         told: dict[int, tuple[str, Any]] = {self.rank: ("waited", what)}
+        notes = self._notes(name)
+        notes.set(str(self.rank), pickle.dumps(told[self.rank]))
+        deadline = time.monotonic() + self.GRACE_SECONDS
+        while len(told) < self.world and time.monotonic() < deadline:
+            for rank in range(self.world):
+                if rank not in told and notes.check([str(rank)]):
+                    told[rank] = pickle.loads(notes.get(str(rank)))
+            time.sleep(0.02)
+        return told
+
+    def _explain(self, error: RuntimeError, what: str, name: str | None) -> NoReturn:
         try:
-            notes = self._notes(name)
-            notes.set(str(self.rank), pickle.dumps(told[self.rank]))
-            deadline = time.monotonic() + self.GRACE_SECONDS
-            while len(told) < self.world and time.monotonic() < deadline:
-                for rank in range(self.world):
-                    if rank not in told and notes.check([str(rank)]):
-                        told[rank] = pickle.loads(notes.get(str(rank)))
-                time.sleep(0.02)
+            told = within(self.GRACE_SECONDS + STORE_SECONDS, lambda: self._told(what, name))
         except Exception as broken:
             raise RankError(f"{what} failed ({error}) and the rendezvous store is gone: {broken}") from error
         for rank, (kind, text) in told.items():
