@@ -148,7 +148,9 @@ void HugeBuffer::Release(size_t from) {
 
 namespace {
 
-// Idle blocks by size class. The latest is reused first, since its pages are warmest.
+// Idle blocks by size class. The latest is reused first, since its pages are warmest. When there
+// are too many, blocks of the class that was not used for longest go first: what every step uses
+// stays, whatever a load or an evaluation has left behind.
 class FreeBuffers {
  public:
   // Never destroyed: buffers held by Python objects may outlive static destruction.
@@ -173,10 +175,11 @@ class FreeBuffers {
   void* Take(size_t bytes) {
     {
       std::lock_guard lock(mutex_);
-      auto& free = free_[bytes];
-      if (!free.empty()) {
-        void* data = free.back();
-        free.pop_back();
+      Idle& idle = free_[bytes];
+      idle.used = ++clock_;
+      if (!idle.blocks.empty()) {
+        void* data = idle.blocks.back();
+        idle.blocks.pop_back();
         idle_bytes_ -= bytes;
         return data;
       }
@@ -189,16 +192,27 @@ class FreeBuffers {
   }
 
   void Give(void* data, size_t bytes) noexcept {
-    try {
-      std::lock_guard lock(mutex_);
-      if (idle_bytes_ + bytes <= kMaxIdleBufferBytes) {
-        free_[bytes].push_back(data);
-        idle_bytes_ += bytes;
-        return;
-      }
-    } catch (const std::bad_alloc&) {  // no room to remember it
+    if (bytes > kMaxIdleBufferBytes) {  // it would drive all others out
+      std::free(data);
+      return;
     }
-    std::free(data);
+    std::unique_lock lock(mutex_);
+    try {
+      Idle& idle = free_[bytes];
+      idle.blocks.push_back(data);
+      idle.used = ++clock_;
+      idle_bytes_ += bytes;
+    } catch (const std::bad_alloc&) {  // no room to remember it
+      lock.unlock();
+      std::free(data);
+      return;
+    }
+    while (idle_bytes_ > kMaxIdleBufferBytes) {
+      void* const oldest = TakeOldest();
+      lock.unlock();
+      std::free(oldest);
+      lock.lock();
+    }
   }
 
   size_t idle_bytes() {
@@ -207,9 +221,29 @@ class FreeBuffers {
   }
 
  private:
+  struct Idle {
+    std::vector<void*> blocks;
+    uint64_t used = 0;  // when a block was last taken or given
+  };
+
+  // REQUIRES: there is an idle block.
+  void* TakeOldest() {
+    auto oldest = free_.end();
+    for (auto at = free_.begin(); at != free_.end(); ++at) {
+      if (at->second.blocks.empty()) continue;
+      if (oldest == free_.end() || at->second.used < oldest->second.used) oldest = at;
+    }
+    auto& [bytes, idle] = *oldest;
+    void* const data = idle.blocks.front();
+    idle.blocks.erase(idle.blocks.begin());
+    idle_bytes_ -= bytes;
+    return data;
+  }
+
   std::mutex mutex_;
-  std::map<size_t, std::vector<void*>> free_;
+  std::map<size_t, Idle> free_;
   size_t idle_bytes_ = 0;
+  uint64_t clock_ = 0;
 };
 
 }  // namespace

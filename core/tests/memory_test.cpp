@@ -180,6 +180,20 @@ TEST(Idle buffers stay within their limit) {
   CHECK(IdleBufferBytes() <= kMaxIdleBufferBytes);
 }
 
+TEST(A buffer that was used lately stays when others fill the limit) {
+  constexpr size_t kLarge = 16 * kMiB, kSmall = 3 * kMiB;
+  {
+    std::vector<RecycledBuffer> buffers;
+    for (size_t i = 0; i < kMaxIdleBufferBytes / kLarge; ++i) buffers.emplace_back(kLarge);
+  }
+  RecycledBuffer(kMaxIdleBufferBytes + kLarge);  // too large to be kept
+  CHECK_EQ(IdleBufferBytes(), kMaxIdleBufferBytes);
+  RecycledBuffer{kSmall};
+  CHECK_EQ(IdleBufferBytes(), kMaxIdleBufferBytes - kLarge + kSmall);
+  const RecycledBuffer again(kSmall);
+  CHECK_EQ(IdleBufferBytes(), kMaxIdleBufferBytes - kLarge);
+}
+
 TEST(After a failed allocation buffers can be made again) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   CHECK_THROWS(OutOfMemory, "bytes", RecycledBuffer(size_t{1} << 55));
