@@ -19,7 +19,7 @@ import json
 import os
 import random
 import re
-import shutil
+import shlex
 import subprocess
 import sys
 import time
@@ -29,6 +29,7 @@ from typing import Any
 from trust.mutants import Mutant, cpp_mutants, python_mutants, with_cpp_mutants, with_python_mutants
 
 ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent  # cmake and ninja are packages of the environment
 WORK = ROOT / "build" / "mutation"
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
 WANTED = 0.95
@@ -185,7 +186,9 @@ def put(path: Path, data: bytes) -> None:
 
 def build(numbered: dict[int, Mutant]) -> dict[int, Mutant]:
     """Compiles the copy; returns the mutants without those that are no C++."""
-    left = dict(numbered)
+    known = WORK / "no_cpp.json"
+    no_cpp = set(json.loads(known.read_text())) if known.exists() else set()
+    left = {number: mutant for number, mutant in numbered.items() if repr(mutant) not in no_cpp}
     has_cpp = any(not m.file.endswith(".py") for m in numbered.values())
     while True:
         copy_sources(left)
@@ -193,7 +196,8 @@ def build(numbered: dict[int, Mutant]) -> dict[int, Mutant]:
             [engine] = (ROOT / ".venv").glob("lib/python3*/site-packages/embstore/_core*.so")
             put(WORK / "src/embstore" / engine.name, engine.read_bytes())
             return left
-        errors = syntax_errors({m.file for m in left.values()}) or compiled()
+        changed = {m.file for m in left.values()}
+        errors = syntax_errors(changed) or compiled(changed)
         if not errors:
             [engine] = (WORK / "cpp").glob("_core*.so")
             put(WORK / "src/embstore" / engine.name, engine.read_bytes())
@@ -206,7 +210,8 @@ def build(numbered: dict[int, Mutant]) -> dict[int, Mutant]:
         }
         if not wrong:
             raise RuntimeError(f"the copy in {WORK} does not compile: {sorted(errors)[:5]}")
-        print(f"{len(wrong)} changes do not compile", flush=True)
+        no_cpp |= {repr(left[number]) for number in wrong}
+        known.write_text(json.dumps(sorted(no_cpp)))
         left = {number: mutant for number, mutant in left.items() if number not in wrong}
 
 
@@ -228,24 +233,56 @@ def syntax_errors(changed: set[str]) -> set[tuple[str, int]]:
     return found
 
 
-def compiled() -> set[tuple[str, int]]:
-    """File names and lines of errors."""
-    if not (WORK / "cpp" / "build.ninja").exists():
-        configure = ["cmake", "-S", str(WORK), "-B", str(WORK / "cpp"), "-G", "Ninja"]
-        configure += ["-DEMBSTORE_BUILD_TESTS=ON", "-DEMBSTORE_BUILD_PYTHON=ON", "-DCMAKE_BUILD_TYPE=Release"]
-        configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG", f"-DPython_EXECUTABLE={sys.executable}"]
-        if shutil.which("ccache"):
-            configure += ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"]
-        subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    done = subprocess.run(
-        ["cmake", "--build", str(WORK / "cpp"), "--", "-k", "0"], capture_output=True, text=True
-    )
-    if done.returncode == 0:
-        return set()
-    found = ERROR.findall(done.stdout)
-    if not found:
-        raise RuntimeError(f"the build failed:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
-    return {(file, int(line)) for file, line in found}
+def compiled(changed: set[str]) -> set[tuple[str, int]]:
+    """Compiles the files with mutants, and links them with everything else as it is in build/cpp. Returns
+    file names and lines of errors."""
+    base, made = ROOT / "build" / "cpp", WORK / "cpp"
+    made.mkdir(exist_ok=True)
+    subprocess.run([str(BIN / "cmake"), "--build", str(base)], check=True, stdout=subprocess.DEVNULL)
+    native = {file for file in changed if not file.endswith(".py")}
+    sources = {"core/src/kernels_isa.cpp" if file.endswith(".inc") else file for file in native}
+    objects, errors = [], set()
+    commands = [(c["file"], c["command"]) for c in json.loads((base / "compile_commands.json").read_text())]
+    own = next(command for file, command in commands if file.endswith("/key_index.cpp"))
+    commands.append((str(ROOT / "core/src/mutant.cpp"), own.replace("key_index.cpp", "mutant.cpp")))
+    for file, command in commands:
+        name = os.path.relpath(file, ROOT)
+        if name not in (*sources, "core/src/mutant.cpp"):
+            continue
+        words = [word.replace(str(ROOT / "core"), str(WORK / "core")) for word in shlex.split(command)]
+        place = made / words[words.index("-o") + 1].replace("/", "-")
+        words[words.index("-o") + 1] = str(place)
+        words = ["-O1" if word == "-O3" else word for word in words]
+        digest = hashlib.sha1(repr(words).encode() + (WORK / name).read_bytes()).hexdigest()
+        if name.endswith("isa.cpp"):
+            digest += hashlib.sha1(b"".join((WORK / f).read_bytes() for f in sorted(changed))).hexdigest()
+        objects.append(str(place))
+        mark = place.with_suffix(".sha1")
+        if place.exists() and mark.exists() and mark.read_text() == digest:
+            continue
+        done = subprocess.run(words, cwd=base, capture_output=True, text=True)
+        if done.returncode == 0:
+            mark.write_text(digest)
+        errors |= {(where, int(line)) for where, line in ERROR.findall(done.stderr)}
+        if done.returncode and not ERROR.search(done.stderr):
+            raise RuntimeError(f"{name} does not compile:\n{done.stderr[-4000:]}")
+    if not errors:
+        targets = [path.stem for path in sorted((ROOT / "core" / "tests").glob("*_test.cpp"))]
+        for target in [*targets, "_core"]:
+            linked(target, objects)
+    return errors
+
+
+def linked(target: str, objects: list[str]) -> None:
+    """The objects come before the engine's archive, whose members of the same functions are not used then."""
+    base = ROOT / "build" / "cpp"
+    command = [str(BIN / "ninja"), "-t", "commands", target]
+    listed = subprocess.run(command, cwd=base, capture_output=True, text=True).stdout
+    words = shlex.split(listed.splitlines()[-1])[2:-2]
+    at = words.index("-o") + 1
+    words[at] = str(WORK / "cpp" / words[at])
+    at = words.index("libembstore_core.a")
+    subprocess.run([*words[:at], *objects, *words[at:]], cwd=base, check=True)
 
 
 # ---- the tests
@@ -372,7 +409,7 @@ class Tests:
         programs, cases = self.reaching(number)
         for name in programs:
             usual = self._programs[name][0]
-            if (end := self._program(name, number, 20 + 10 * usual)) != "passed":
+            if (end := self._program(name, number, 10 + 5 * usual)) != "passed":
                 return f"{name} {end}"
         if number in self._at_import:
             return self._run_alone(number)
@@ -381,7 +418,7 @@ class Tests:
             # A few quick tests first: most mutants fail one of them.
             now, left = left[:25], left[25:]
             usual = sum(self._cases[name][0] for name in now)
-            if (end := self._ask(mutant=number, tests=now, seconds=30 + 10 * usual)) != "passed":
+            if (end := self._ask(mutant=number, tests=now, seconds=15 + 5 * usual)) != "passed":
                 return f"Python tests {end}"
         return "survived" if programs or cases else "not reached"
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+PR_SET_PDEATHSIG = 1
 QUICK = "not slow and not multirank"
 
 
@@ -118,6 +119,7 @@ def in_fork(work: Any, seconds: float) -> str:
         code = 70
         try:
             os.setsid()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing outlives this process
             code = 0 if work() else 1
         finally:
             os._exit(code)

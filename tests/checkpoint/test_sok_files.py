@@ -172,3 +172,29 @@ def test_a_block_ends_where_the_table_ends(tmp_path):
     assert keys.tolist() == [5, 6] and values.shape == (2, 5) and states["Adam-m"].shape == (2, 5)
     assert table.block(0, 3)[0].tolist() == [0, 1, 2]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "reason"),
+    [
+        ("user-key", 7, "expected a header of 296 bytes, found 7"),
+        ("user-key", 296 + 23, "expected whole keys of 8 bytes, found 23 bytes"),
+        ("user-weight", 296 + 59, "expected whole rows for 3 keys, found 59 bytes"),
+        ("user-weight", 296 + 56, "expected whole rows for 3 keys, found 56 bytes"),
+        ("user-Adam-m", 296 + 1, "expected whole rows for 3 keys, found 1 bytes"),
+    ],
+)
+def test_files_that_end_within_a_row_are_refused(tmp_path, file, size, reason):
+    write(tmp_path)
+    os.truncate(tmp_path / file, size)
+    with pytest.raises(CheckpointError, match=f"{file}: {reason}"):
+        DumpReader(tmp_path).table("user")
+
+
+def test_rows_may_be_as_wide_as_a_row_of_the_engine_and_no_wider(tmp_path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.setattr(sok, "MOST_FLOATS", 5)
+    assert DumpReader(tmp_path).table("user").dim == 5
+    monkeypatch.setattr(sok, "MOST_FLOATS", 4)
+    with pytest.raises(CheckpointError, match="expected at most 4 elements for each key, found 5"):
+        DumpReader(tmp_path).table("user")
