@@ -5,6 +5,9 @@
 // nothing ever scans the whole sketch. In a full bucket a new key replaces the smallest sum. Keys
 // of a bucket with equal tags share an entry: about one in 4,000.
 //
+// It also learns whether keys that it meets for the first time tend to come back: one in 32 is a
+// sample, whose return is watched for.
+//
 // Thread safety: const methods may run together; any other method needs exclusive access.
 #pragma once
 
@@ -13,6 +16,7 @@
 #include <vector>
 
 #include "embstore/hash.h"
+#include "embstore/memory.h"
 
 namespace embstore {
 
@@ -21,9 +25,17 @@ class FrequencySketch {
   // Room for about this many keys.
   FrequencySketch(int64_t keys, uint64_t seed);
 
-  void Prefetch(int64_t key) const { __builtin_prefetch(&buckets_[BucketOf(Hash(key))], 1); }
+  void Prefetch(int64_t key) const { __builtin_prefetch(buckets() + BucketOf(Hash(key)), 1); }
   // Adds to the sum of the key and returns it, both as of this half-life, which never falls.
   double Add(int64_t key, double amount, int64_t half_life);
+  // Add for a key that came in a batch, `once` or more often. is_new: once, and never before.
+  struct Sighting {
+    double sum;
+    bool is_new, is_sample;
+  };
+  Sighting Meet(int64_t key, bool once, double amount, int64_t half_life);
+  // Whether new keys hardly ever come back, as far as the samples tell.
+  bool ReturnsAreRare() const;
   // Removes the sum of the key and returns it.
   double Take(int64_t key, int64_t half_life);
 
@@ -32,7 +44,7 @@ class FrequencySketch {
   bool Restore(std::span<const uint16_t> saved);
 
   static int64_t BytesFor(int64_t keys);
-  int64_t bytes() const { return static_cast<int64_t>(buckets_.size() * sizeof(Bucket)); }
+  int64_t bytes() const { return static_cast<int64_t>(size_ * sizeof(Bucket)); }
 
  private:
   static constexpr int kEntries = 15;
@@ -45,11 +57,20 @@ class FrequencySketch {
 
   uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
   static size_t BucketsFor(int64_t keys);
-  size_t BucketOf(uint64_t hash) const { return hash & (buckets_.size() - 1); }
+  size_t BucketOf(uint64_t hash) const { return hash & (size_ - 1); }
+  Bucket* buckets() const { return reinterpret_cast<Bucket*>(memory_.data()); }
   Bucket& Aged(uint64_t hash, int64_t half_life);
 
+  // The samples, which are halved with every half-life.
+  struct Samples {
+    uint32_t half_life = 0, new_keys = 0, returns = 0;
+  };
+  static constexpr size_t kSampleWords = sizeof(Samples) / sizeof(uint16_t);
+
   HashSecret secret_;
-  std::vector<Bucket> buckets_;  // a power of two
+  size_t size_;  // buckets, a power of two
+  mutable HugeBuffer memory_;
+  Samples samples_;
 };
 
 }  // namespace embstore
