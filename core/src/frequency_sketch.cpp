@@ -18,9 +18,6 @@ float Widen(uint16_t sum) { return std::bit_cast<float>(static_cast<uint32_t>(su
 
 uint16_t TagOf(uint64_t hash) { return static_cast<uint16_t>(hash >> 48); }
 
-// By bits that choose neither the bucket nor the tag.
-bool IsSample(uint64_t hash) { return (hash >> 43) % 32 == 0; }
-
 }  // namespace
 
 FrequencySketch::FrequencySketch(int64_t keys, uint64_t seed)
@@ -68,26 +65,6 @@ double FrequencySketch::Add(int64_t key, double amount, int64_t half_life) {
   return amount;
 }
 
-bool FrequencySketch::ReturnsAreRare() const {
-  constexpr uint32_t kEnough = 64, kOneIn = 4;
-  return samples_.new_keys >= kEnough && kOneIn * samples_.returns < samples_.new_keys;
-}
-
-FrequencySketch::Sighting FrequencySketch::Meet(int64_t key, bool once, double amount,
-                                                int64_t half_life) {
-  const auto now = static_cast<uint32_t>(half_life);
-  if (samples_.half_life != now) {
-    const uint32_t passed = std::min(now - samples_.half_life, 31u);
-    samples_ = {now, samples_.new_keys >> passed, samples_.returns >> passed};
-  }
-  const double sum = Add(key, amount, half_life);
-  const bool is_new = once && sum == amount, is_sample = IsSample(Hash(key));
-  constexpr double kOnce = 2.0;  // an occurrence counts less than that
-  samples_.new_keys += is_sample && is_new;
-  samples_.returns += is_sample && sum > amount && sum - amount < kOnce;
-  return {sum, is_new, is_sample};
-}
-
 double FrequencySketch::Take(int64_t key, int64_t half_life) {
   const uint64_t hash = Hash(key);
   Bucket& bucket = Aged(hash, half_life);
@@ -101,21 +78,14 @@ double FrequencySketch::Take(int64_t key, int64_t half_life) {
 }
 
 std::vector<uint16_t> FrequencySketch::Save() const {
-  const size_t entries = size_ * sizeof(Bucket) / sizeof(uint16_t);
-  std::vector<uint16_t> saved(entries + kSampleWords);
+  std::vector<uint16_t> saved(size_ * sizeof(Bucket) / sizeof(uint16_t));
   std::memcpy(saved.data(), buckets(), size_ * sizeof(Bucket));
-  std::memcpy(saved.data() + entries, &samples_, sizeof(Samples));
   return saved;
 }
 
 bool FrequencySketch::Restore(std::span<const uint16_t> saved) {
-  const size_t entries = size_ * sizeof(Bucket) / sizeof(uint16_t);
-  const bool has_samples = saved.size() == entries + kSampleWords;  // older ones have none
-  if (saved.size() != entries && !has_samples) return false;
-  std::memcpy(buckets(), saved.data(), size_ * sizeof(Bucket));
-  samples_ = {};
-  if (has_samples)
-    std::memcpy(static_cast<void*>(&samples_), saved.data() + entries, sizeof(Samples));
+  if (saved.size_bytes() != size_ * sizeof(Bucket)) return false;
+  std::memcpy(buckets(), saved.data(), saved.size_bytes());
   return true;
 }
 

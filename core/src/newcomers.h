@@ -19,7 +19,6 @@ struct Table::Newcomers {
   std::vector<uint64_t> hashes, scores;
   std::vector<Row> rows;
   std::vector<Evicted> evicted;  // of the newcomers from `plain` on; slot == kNoSlot: none
-  std::vector<uint8_t> waits;    // of the same: it does not compete; empty: all do
   std::vector<uint8_t> aside;    // its stripe has no room for it
   int64_t plain = 0;             // the first ones get free rows
   const Row* batch = nullptr;    // rows of the whole batch

@@ -59,17 +59,13 @@ void Table::AddToSketch(int64_t key, double amount) {
 
 FrequencySketch Table::EmptySketch() const { return {SketchKeys(row_limit_), options_.index.seed}; }
 
-void Table::Contest(const int64_t* keys, uint64_t batch_score, Newcomers& fresh) {
+void Table::Contest(const int64_t* keys, Newcomers& fresh) {
   const int64_t n = fresh.size(), now = clock_.half_life();
   const auto key_of = [&](int64_t j) { return keys[fresh.first[static_cast<size_t>(j)]]; };
   if (!sketch_) {
     if (fresh.plain == n) return;  // every key has a row so far
     sketch_ = EmptySketch();
   }
-  // In a small table every row counts, and little is known of keys that come back.
-  const bool may_wait = row_limit_ > kSmallTable && !scores_gradients();
-  const bool all_wait = sketch_->ReturnsAreRare();
-  fresh.waits.resize(fresh.evicted.size(), 0);
   constexpr int64_t kAhead = 32;
   uint64_t last_score = 0;  // most are equal
   double amount = 0.0;
@@ -81,12 +77,9 @@ void Table::Contest(const int64_t* keys, uint64_t batch_score, Newcomers& fresh)
       if (before > 0) score = AddAged(score, AgedScore(before, now));
       continue;
     }
-    const bool once = score == batch_score;
     if (score != last_score) amount = AgedAmount(last_score = score, now);
-    const auto [sum, is_new, is_sample] = sketch_->Meet(key_of(j), once, amount, now);
+    const double sum = sketch_->Add(key_of(j), amount, now);
     if (sum != amount) score = AgedScore(sum, now);
-    fresh.waits[static_cast<size_t>(j - fresh.plain)] =
-        may_wait && is_new && (is_sample || all_wait);
   }
 
   EvictFor(fresh, /*must_win=*/true);

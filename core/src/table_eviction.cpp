@@ -47,7 +47,6 @@ void Table::EvictFor(Newcomers& fresh, bool must_win) {
   all.reserve(static_cast<size_t>(fresh.size() - fresh.plain));
   const int bits = RangeBits(row_limit_);
   for (int64_t j = fresh.plain; j < fresh.size(); ++j) {
-    if (!fresh.waits.empty() && fresh.waits[static_cast<size_t>(j - fresh.plain)]) continue;
     const uint64_t hash = fresh.hashes[static_cast<size_t>(j)];
     all.push_back({bits ? hash >> (64 - bits) : 0, fresh.scores[static_cast<size_t>(j)], j});
   }

@@ -148,7 +148,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   std::vector<Evicted> evicted;
   try {
     if (unadmitted) {
-      Contest(keys, score, fresh);
+      Contest(keys, fresh);
     } else {
       EvictFor(fresh, /*must_win=*/false);
     }

@@ -185,29 +185,6 @@ TEST(In a large table newcomers take rows that are among the least frequent) {
   }
 }
 
-TEST(Keys that come once do not push each other out, and those that return get rows) {
-  TableOptions options = Contested(5000);
-  options.half_life = 5;
-  const auto table = Table::Create(options);
-  LookUpOne(table, Range(0, 5000));
-  int64_t next = 1'000'000;
-  const auto once = [&] {
-    const int64_t before = table->stats().evictions;
-    for (int batch = 0; batch < 20; ++batch, next += 997) LookUpOne(table, Range(next, next + 997));
-    return table->stats().evictions - before;
-  };
-  CHECK(once() > 500);  // at first nothing is known
-  CHECK(once() < 100);  // a few are taken for others
-  for (int batch = 0; batch < 3; ++batch) LookUpOne(table, Range(-997, 0));
-  CHECK_EQ(CountFound(*table, Range(-997, 0)), 997);
-  // Where all come back, they get rows at once, but for the few whose return is watched for.
-  for (int batch = 0; batch < 20; ++batch, next += 499) LookUpOne(table, Range(next, next + 998));
-  for (int batch = 0; batch < 30; ++batch) LookUpOne(table, {-1});
-  LookUpOne(table, Range(-3000, -2003));
-  CHECK(CountFound(*table, Range(-3000, -2003)) > 900);
-  table->CheckInvariants();
-}
-
 TEST(A batch that is used seldom keeps its rows while newcomers take others) {
   for (const ScoreStrategy strategy :
        {ScoreStrategy::kStep, ScoreStrategy::kLfu, ScoreStrategy::kAgedLfu}) {

@@ -5,9 +5,6 @@
 // nothing ever scans the whole sketch. In a full bucket a new key replaces the smallest sum. Keys
 // of a bucket with equal tags share an entry: about one in 4,000.
 //
-// It also learns whether keys that it meets for the first time tend to come back: one in 32 is a
-// sample, whose return is watched for.
-//
 // Thread safety: const methods may run together; any other method needs exclusive access.
 #pragma once
 
@@ -28,14 +25,6 @@ class FrequencySketch {
   void Prefetch(int64_t key) const { __builtin_prefetch(buckets() + BucketOf(Hash(key)), 1); }
   // Adds to the sum of the key and returns it, both as of this half-life, which never falls.
   double Add(int64_t key, double amount, int64_t half_life);
-  // Add for a key that came in a batch, `once` or more often. is_new: once, and never before.
-  struct Sighting {
-    double sum;
-    bool is_new, is_sample;
-  };
-  Sighting Meet(int64_t key, bool once, double amount, int64_t half_life);
-  // Whether new keys hardly ever come back, as far as the samples tell.
-  bool ReturnsAreRare() const;
   // Removes the sum of the key and returns it.
   double Take(int64_t key, int64_t half_life);
 
@@ -61,16 +50,9 @@ class FrequencySketch {
   Bucket* buckets() const { return reinterpret_cast<Bucket*>(memory_.data()); }
   Bucket& Aged(uint64_t hash, int64_t half_life);
 
-  // The samples, which are halved with every half-life.
-  struct Samples {
-    uint32_t half_life = 0, new_keys = 0, returns = 0;
-  };
-  static constexpr size_t kSampleWords = sizeof(Samples) / sizeof(uint16_t);
-
   HashSecret secret_;
   size_t size_;  // buckets, a power of two
   mutable HugeBuffer memory_;
-  Samples samples_;
 };
 
 }  // namespace embstore

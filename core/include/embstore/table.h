@@ -323,7 +323,7 @@ class Table : public std::enable_shared_from_this<Table> {
   void StampRows(Newcomers& fresh);
   // Weighs newcomers by how often they were seen. Those beyond the limit take the rows of keys with
   // smaller scores; the others get none.
-  void Contest(const int64_t* keys, uint64_t batch_score, Newcomers& fresh);
+  void Contest(const int64_t* keys, Newcomers& fresh);
   void Place(const int64_t* keys, Newcomers& fresh, bool may_evict);
   uint64_t SumOfScores(uint64_t a, uint64_t b) const;
   FrequencySketch EmptySketch() const;
