@@ -21,7 +21,6 @@ from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys, Step
 from dynamicemb.tables import DynamicTable
 from dynamicemb.wire import Wire
-from embstore import _core
 from embstore.arrays import empty_tensor
 from embstore.distributed.columns import Columns
 from embstore.distributed.exchange import with_marks
@@ -158,7 +157,7 @@ class BagLookup(Lookup):
         self._widths = torch.tensor(widths, dtype=torch.int64)
         self._columns = torch.cumsum(self._widths, 0) - self._widths
         self._row = max(sum(widths), 1)  # of the output; it is never without a column
-        self._places_of_features = list(zip(accumulate(widths, initial=0), widths))  # first column, columns
+        self._by_feature = Columns(ranks=range(len(widths)), widths=widths, world=len(widths))
         self._ends = list(accumulate(features, initial=0))  # features before each table
         self._places: tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]] = ([], [])
 
@@ -182,17 +181,7 @@ class BagLookup(Lookup):
     def _arranged(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient feature by feature. A row reads its bags in any order: those of one feature then lie
         in a piece that fits a cache, not one to a page."""
-        samples, columns = gradient.shape
-        out, size = empty_tensor((gradient.numel(),), gradient.dtype), gradient.element_size()
-        source, target = gradient.data_ptr(), out.data_ptr()
-        _core.copy_columns(
-            [
-                (source + size * at, size * columns, target + size * at * samples, size * dim, size * dim)
-                for at, dim in self._places_of_features
-            ],
-            samples,
-        )
-        return out
+        return self._by_feature.split(gradient)
 
     def forward(self, sparse_features: OwnedKeys) -> torch.Tensor | Pending:
         batch = sparse_features
