@@ -63,6 +63,8 @@ void Table::SetMaxCapacity(int64_t rows) {
   index_ = std::move(index);
   options_.index.max_capacity = row_limit_ = rows;
   if (miss_sampler_) miss_sampler_->set_window(MissWindow());
+  class_bits_ = ClassBits(rows);
+  floors_.clear();
   if (sketch_ && sketch_->bytes() != FrequencySketch::BytesFor(SketchKeys(rows))) sketch_.reset();
   if (snapshot_) return;
   for (int64_t from = used; from < std::ssize(number); ++from) {

@@ -21,9 +21,7 @@ uint16_t TagOf(uint64_t hash) { return static_cast<uint16_t>(hash >> 48); }
 }  // namespace
 
 FrequencySketch::FrequencySketch(int64_t keys, uint64_t seed)
-    : secret_(SecretOf(seed ^ 0x9e3779b97f4a7c15ULL)),
-      size_(BucketsFor(keys)),
-      memory_(size_ * sizeof(Bucket)) {}
+    : secret_(SecretOf(seed ^ 0x9e3779b97f4a7c15ULL)), buckets_(BucketsFor(keys), Bucket{}) {}
 
 size_t FrequencySketch::BucketsFor(int64_t keys) {
   return std::bit_ceil(static_cast<size_t>(std::max<int64_t>(keys / kEntries, 1)));
@@ -34,12 +32,11 @@ int64_t FrequencySketch::BytesFor(int64_t keys) {
 }
 
 FrequencySketch::Bucket& FrequencySketch::Aged(uint64_t hash, int64_t half_life) {
-  Bucket& bucket = buckets()[BucketOf(hash)];
+  Bucket& bucket = buckets_[BucketOf(hash)];
   const auto now = static_cast<uint32_t>(half_life);
   if (bucket.half_life == now) return bucket;
-  // A half is one less in the exponent, which is in the upper byte.
-  const auto halves = static_cast<uint16_t>(std::min(now - bucket.half_life, 255u) << 8);
-  for (uint16_t& sum : bucket.sums) sum = sum > halves ? sum - halves : 0;
+  const float factor = std::ldexp(1.0f, -static_cast<int>(std::min(now - bucket.half_life, 200u)));
+  for (uint16_t& sum : bucket.sums) sum = Narrow(Widen(sum) * factor);
   bucket.half_life = now;
   return bucket;
 }
@@ -48,20 +45,17 @@ double FrequencySketch::Add(int64_t key, double amount, int64_t half_life) {
   const uint64_t hash = Hash(key);
   Bucket& bucket = Aged(hash, half_life);
   const uint16_t tag = TagOf(hash);
-  // Without branches, which the processor could not predict.
-  uint32_t found = 0, smallest = UINT32_MAX;
-  for (uint32_t i = 0; i < kEntries; ++i) {
-    found |= static_cast<uint32_t>(bucket.tags[i] == tag && bucket.sums[i] != 0) << i;
-    smallest = std::min(smallest, uint32_t{bucket.sums[i]} << 4 | i);
+  int smallest = 0;
+  for (int i = 0; i < kEntries; ++i) {
+    if (bucket.tags[i] == tag && bucket.sums[i] != 0) {
+      const double sum = Widen(bucket.sums[i]) + amount;
+      bucket.sums[i] = Narrow(static_cast<float>(sum));
+      return sum;
+    }
+    if (bucket.sums[i] < bucket.sums[smallest]) smallest = i;
   }
-  if (found) {
-    uint16_t& stored = bucket.sums[std::countr_zero(found)];
-    const double sum = Widen(stored) + amount;
-    stored = Narrow(static_cast<float>(sum));
-    return sum;
-  }
-  bucket.tags[smallest % 16] = tag;
-  bucket.sums[smallest % 16] = Narrow(static_cast<float>(amount));
+  bucket.tags[smallest] = tag;
+  bucket.sums[smallest] = Narrow(static_cast<float>(amount));
   return amount;
 }
 
@@ -78,14 +72,14 @@ double FrequencySketch::Take(int64_t key, int64_t half_life) {
 }
 
 std::vector<uint16_t> FrequencySketch::Save() const {
-  std::vector<uint16_t> saved(size_ * sizeof(Bucket) / sizeof(uint16_t));
-  std::memcpy(saved.data(), buckets(), size_ * sizeof(Bucket));
+  std::vector<uint16_t> saved(buckets_.size() * sizeof(Bucket) / sizeof(uint16_t));
+  std::memcpy(saved.data(), buckets_.data(), buckets_.size() * sizeof(Bucket));
   return saved;
 }
 
 bool FrequencySketch::Restore(std::span<const uint16_t> saved) {
-  if (saved.size_bytes() != size_ * sizeof(Bucket)) return false;
-  std::memcpy(buckets(), saved.data(), saved.size_bytes());
+  if (saved.size_bytes() != buckets_.size() * sizeof(Bucket)) return false;
+  std::memcpy(buckets_.data(), saved.data(), saved.size_bytes());
   return true;
 }
 

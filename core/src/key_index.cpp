@@ -185,11 +185,6 @@ KeyIndex::Stripe KeyIndex::StripeAt(uint64_t hash) const {
           static_cast<Slot>((static_cast<int64_t>(stripe) + 1) * slots)};
 }
 
-int64_t KeyIndex::GroupOf(uint64_t hash) const {
-  const Anchor home = HomeOf(hash, view());
-  return home.bucket * bucket_groups_ + home.group;
-}
-
 std::pair<int64_t, int64_t> KeyIndex::BucketsOf(uint64_t hash) const {
   const IndexLayout& layout = LayoutAt(hash);
   const int64_t home = AnchorOf(hash, layout.buckets, bucket_groups_).bucket;
@@ -210,18 +205,18 @@ Slot KeyIndex::Find(int64_t key, uint64_t hash) const {
   return FindElsewhere(v, hash, key);
 }
 
-void KeyIndex::Prefetch(uint64_t hash) const {
+void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
   const Anchor home = HomeOf(hash, view());
-  // If the home group is full, the search for a free slot starts at its block.
-  const IndexGroup* const block =
-      groups() + home.bucket * bucket_groups_ + (home.group >> block_bits_ << block_bits_);
-  for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
-}
-
-void KeyIndex::PrefetchHashes(uint64_t first, uint64_t last) const {
-  constexpr int64_t kMost = 16;
-  const int64_t begin = GroupOf(first), end = std::min(GroupOf(last) + 1, begin + kMost);
-  for (int64_t group = begin; group < end; ++group) __builtin_prefetch(groups() + group, 1);
+  const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
+  if (!whole) {
+    // If the home group is full, the search for a free slot starts at its block.
+    const IndexGroup* const block = bucket + (home.group >> block_bits_ << block_bits_);
+    for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
+    return;
+  }
+  for (int64_t group = 0; group < std::min<int64_t>(bucket_groups_, 96); ++group) {
+    __builtin_prefetch(bucket + group);
+  }
 }
 
 // Takes the free slot of the bucket that is nearest to the group. False when there is none.

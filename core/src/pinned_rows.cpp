@@ -18,12 +18,6 @@ void PinnedRows::Remove(SlotList* list) {
   std::erase(lists_, list);
 }
 
-bool PinnedRows::HasOthers(const Row* own) const {
-  std::lock_guard guard(mutex_);
-  return std::any_of(lists_.begin(), lists_.end(),
-                     [&](const SlotList* list) { return list->rows() != own; });
-}
-
 void PinnedRows::RenewAfterFork() { new (&mutex_) std::mutex; }
 
 void PinnedRows::Begin(int64_t capacity) {

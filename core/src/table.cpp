@@ -1,6 +1,7 @@
 #include "embstore/table.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <shared_mutex>
 #include <string>
@@ -67,6 +68,14 @@ const TableOptions& Validated(const TableOptions& options) {
 
 }  // namespace
 
+// A class has so few keys that its smallest score is found quickly; a table of a few buckets is one
+// class.
+int Table::ClassBits(int64_t max_capacity) {
+  constexpr int64_t kSmall = 1024, kKeysPerClass = 128;
+  if (max_capacity <= kSmall) return 0;
+  return std::bit_width(static_cast<uint64_t>(max_capacity / kKeysPerClass)) - 1;
+}
+
 int64_t DefaultHalfLife(int64_t max_capacity) {
   constexpr int64_t kLeastKeys = 1 << 15;
   return std::max(kLeastKeys, 2 * max_capacity);
@@ -124,6 +133,7 @@ Table::Table(const TableOptions& options)
   rows_ = RowHeap(row_stride_, row_capacity_);
   rows_.Take(options.shared_rows);
   shared_used_.resize(static_cast<size_t>(options.shared_rows), 0);
+  class_bits_ = ClassBits(options.index.max_capacity);
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (counts_apart()) uses_.resize(static_cast<size_t>(row_capacity_), 0);
   below_.Attach(options_.store, row_capacity_);
@@ -164,6 +174,7 @@ void Table::Close() {
   changes_.reset();
   uses_ = {};
   sketch_.reset();
+  floors_ = {};
 }
 
 RowsView Table::rows() const {

@@ -66,29 +66,83 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
     if (fresh.plain == n) return;  // every key has a row so far
     sketch_ = EmptySketch();
   }
-  constexpr int64_t kAhead = 32;
-  uint64_t last_score = 0;  // most are equal
-  double amount = 0.0;
+  if (floors_.empty()) floors_.resize(size_t{1} << class_bits_, 0);
+  constexpr int64_t kAhead = 8;
   for (int64_t j = 0; j < n; ++j) {
     if (j + kAhead < n) sketch_->Prefetch(key_of(j + kAhead));
     uint64_t& score = fresh.scores[static_cast<size_t>(j)];
     if (j < fresh.plain) {
       const double before = sketch_->Take(key_of(j), now);
       if (before > 0) score = AddAged(score, AgedScore(before, now));
-      continue;
+    } else {
+      score = AgedScore(sketch_->Add(key_of(j), AgedAmount(score, now), now), now);
     }
-    if (score != last_score) amount = AgedAmount(last_score = score, now);
-    const double sum = sketch_->Add(key_of(j), amount, now);
-    if (sum != amount) score = AgedScore(sum, now);
   }
 
-  EvictFor(fresh, /*must_win=*/true);
+  // The most frequent first; ties in the order of the batch.
+  struct Challenger {
+    size_t in_class;
+    uint64_t score;
+    int64_t newcomer;
+  };
+  std::vector<Challenger> all;
+  for (int64_t j = fresh.plain; j < n; ++j) {
+    const size_t in_class = ClassOf(fresh.hashes[static_cast<size_t>(j)]);
+    const uint64_t score = fresh.scores[static_cast<size_t>(j)];
+    if (score > floors_[in_class]) all.push_back({in_class, score, j});
+  }
+  std::sort(all.begin(), all.end(), [](const Challenger& a, const Challenger& b) {
+    if (a.in_class != b.in_class) return a.in_class < b.in_class;
+    return a.score != b.score ? a.score > b.score : a.newcomer < b.newcomer;
+  });
+  std::vector<size_t> begins;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (i == 0 || all[i].in_class != all[i - 1].in_class) begins.push_back(i);
+  }
+  // A class is in one stripe, so threads that divide the work by stripe do not collide. Only the
+  // overflow area is shared.
+  constexpr size_t kWorthSharing = 64;
+  const int64_t parts =
+      begins.size() < kWorthSharing || index_->overflow_size() > 0 ? 1 : NumThreads();
+  ParallelFor(parts, [&](int64_t part) {
+    struct Holder {
+      uint64_t score, tie;
+      int64_t key;
+    };
+    const auto goes_later = [](const Holder& a, const Holder& b) {
+      return a.score != b.score ? a.score > b.score : a.tie > b.tie;
+    };
+    std::vector<Holder> holders;  // evictable ones
+    for (size_t i = 0; i < begins.size(); ++i) {
+      const size_t in_class = all[begins[i]].in_class;
+      const uint64_t first = class_bits_ ? uint64_t{in_class} << (64 - class_bits_) : 0;
+      const uint64_t last = class_bits_ ? first + (UINT64_MAX >> class_bits_) : UINT64_MAX;
+      if (parts > 1 && index_->StripeOf(first) % parts != part) continue;
+      if (i + 1 < begins.size()) {  // what the next class reads
+        const auto next = static_cast<size_t>(all[begins[i + 1]].newcomer);
+        index_->Prefetch(fresh.hashes[next], /*whole=*/true);
+      }
+      holders.clear();
+      const uint64_t most = all[begins[i]].score;  // of the first challenger, the largest
+      uint64_t least = UINT64_MAX;
+      index_->VisitHashes(first, last, [&](Slot, const IndexEntry& entry) {
+        least = std::min(least, entry.score);
+        if (entry.score >= most || pins_.IsHeld(entry.row)) return;
+        holders.push_back({entry.score, HashKey(entry.key), entry.key});
+      });
+      std::make_heap(holders.begin(), holders.end(), goes_later);
+      const size_t end = i + 1 < begins.size() ? begins[i + 1] : all.size();
+      for (size_t c = begins[i]; c < end; ++c) {
+        if (holders.empty() || all[c].score <= holders.front().score) break;
+        Evict(index_->Find(holders.front().key), all[c].newcomer, fresh);
+        std::pop_heap(holders.begin(), holders.end(), goes_later);
+        holders.pop_back();
+      }
+      floors_[in_class] = least;
+    }
+  });
   // An evicted key keeps its frequency.
   for (int64_t j = fresh.plain; j < n; ++j) {
-    if (j + kAhead < n) {
-      const Evicted& next = fresh.evicted[static_cast<size_t>(j + kAhead - fresh.plain)];
-      if (next.slot != kNoSlot) sketch_->Prefetch(next.entry.key);
-    }
     const Evicted& gone = fresh.evicted[static_cast<size_t>(j - fresh.plain)];
     if (gone.slot == kNoSlot) continue;
     sketch_->Take(key_of(j), now);

@@ -1,4 +1,4 @@
-// How missing keys get rows, and what new rows hold.
+// How missing keys get rows: room, eviction, protection of pinned rows, admission.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -45,22 +45,61 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
   return fresh;
 }
 
+// The slot to give up for this key, or kNoSlot. Rows of other live batches go last, since their
+// gradients are lost; over a store the table grows instead.
+Slot Table::Victim(uint64_t hash) const {
+  const auto is_pinned = [&](Row row) { return pins_.IsHeld(row); };
+  const auto worth = [&](const IndexEntry& entry) { return Worth(entry); };
+  const Slot slot = index_->Victim(hash, is_pinned, worth);
+  if (slot != kNoSlot || MayExceedBudget()) return slot;
+  return index_->Victim(hash, [&](Row row) { return pins_.IsHeldByCall(row); }, worth);
+}
+
+// Gives the row of a slot to a newcomer.
+void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
+  const IndexEntry victim = index_->entry(slot);
+  if (watched()) BeforeChange(victim);
+  fresh.evicted[static_cast<size_t>(newcomer - fresh.plain)] = {victim, slot,
+                                                                pins_.IsHeldByOthers(victim.row)};
+  index_->Erase(slot);
+  fresh.rows[static_cast<size_t>(newcomer)] = victim.row;
+  pins_.Hold(victim.row);
+}
+
+// Keys of the overflow area belong to no bucket, so no search for a victim finds them. Those with
+// the smallest scores go before the victims of the first newcomers.
+void Table::EvictAside(Newcomers& fresh) {
+  std::vector<IndexEntry> aside;
+  index_->VisitOverflow([&](Slot, const IndexEntry& entry) {
+    if (!pins_.IsHeld(entry.row)) aside.push_back(entry);
+  });
+  std::sort(aside.begin(), aside.end(), [this](const IndexEntry& a, const IndexEntry& b) {
+    return std::pair(Worth(a), HashKey(a.key)) < std::pair(Worth(b), HashKey(b.key));
+  });
+  int64_t newcomer = fresh.plain;
+  for (const IndexEntry& entry : aside) {
+    if (newcomer == fresh.size()) return;
+    const Slot other = Victim(fresh.hashes[static_cast<size_t>(newcomer)]);
+    if (other != kNoSlot && Worth(index_->entry(other)) <= Worth(entry)) return;
+    Evict(index_->Find(entry.key), newcomer++, fresh);
+  }
+}
+
 // Threads divide the work by stripe, so that the keys of a stripe are placed in the order of the
 // batch, whatever the number of threads.
 void Table::Place(const int64_t* keys, Newcomers& fresh, bool may_evict) {
   constexpr int64_t kWorthSharing = 256;
   const int64_t n = fresh.size();
   const int64_t parts = n < kWorthSharing ? 1 : NumThreads();
-  if (may_evict &&
-      std::find(fresh.rows.begin(), fresh.rows.end(), kMissingRow) != fresh.rows.end()) {
-    StampRows(fresh);
-  }
   ParallelFor(parts, [&](int64_t part) {
-    constexpr int64_t kAhead = 12;
+    constexpr int64_t kAhead = 12, kAheadWhole = 3;  // whole buckets fill the L1 cache quickly
     for (int64_t j = 0; j < n; ++j) {
-      if (j + kAhead < n) {
-        const uint64_t next = fresh.hashes[static_cast<size_t>(j + kAhead)];
-        if (parts == 1 || index_->StripeOf(next) % parts == part) index_->Prefetch(next);
+      const int64_t ahead = j + (j + kAhead < fresh.plain ? kAhead : kAheadWhole);
+      if (ahead < n) {
+        const uint64_t next = fresh.hashes[static_cast<size_t>(ahead)];
+        if (parts == 1 || index_->StripeOf(next) % parts == part) {
+          index_->Prefetch(next, ahead >= fresh.plain);
+        }
       }
       const auto at = static_cast<size_t>(j);
       const uint64_t hash = fresh.hashes[at];
@@ -70,6 +109,7 @@ void Table::Place(const int64_t* keys, Newcomers& fresh, bool may_evict) {
         if (slot == kNoSlot) continue;
         Evict(slot, j, fresh);
       }
+      LowerFloor(hash, fresh.scores[at]);
       const IndexEntry entry{keys[fresh.first[at]], fresh.scores[at], fresh.rows[at]};
       fresh.aside[at] = !index_->Insert(entry, hash);
     }
@@ -116,6 +156,20 @@ void Table::FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& b
   });
 }
 
+// Takes the evicted rows from the lists of other batches.
+void Table::Unpin(std::span<const Evicted> evicted, const Row* own) {
+  if (std::none_of(evicted.begin(), evicted.end(), [](const Evicted& e) { return e.pinned; })) {
+    return;
+  }
+  pins_.Begin(row_capacity_);
+  for (const Evicted& gone : evicted) {
+    if (!gone.pinned) continue;
+    pins_.Hold(gone.entry.row);
+    ++stats_.dropped_gradients;
+  }
+  pins_.TakeFromLists(own);
+}
+
 int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                              uint64_t score, const float* initial,
                              std::vector<uint32_t>& unadmitted) {
@@ -140,17 +194,17 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   fresh.evicted.resize(static_cast<size_t>(n - fresh.plain));
   fresh.scratch = RecycledBuffer(static_cast<size_t>(FillTasks(n) * options_.dim) * sizeof(float));
   MakeRoom(size + fresh.plain);
-  for (int64_t j = 0; j < fresh.plain; ++j) fresh.rows[static_cast<size_t>(j)] = rows_.Next(j);
-  fresh.batch = rows;
-  // A hit raises the score to that of the batch, but for importance; uses are another measure.
-  const bool by_score = !scores && !scores_gradients() && !counts_apart();
-  if (by_score && !pins_.HasOthers(rows)) fresh.batch_score = score;
+  if (fresh.plain < n) pins_.BeginBatch(rows, row_capacity_);
+  for (int64_t j = 0; j < fresh.plain; ++j) {
+    fresh.rows[static_cast<size_t>(j)] = rows_.Next(j);
+    if (fresh.plain < n) pins_.Hold(rows_.Next(j));
+  }
   std::vector<Evicted> evicted;
   try {
     if (unadmitted) {
       Contest(keys, fresh);
-    } else {
-      EvictFor(fresh, /*must_win=*/false);
+    } else if (fresh.plain < n && index_->overflow_size() > 0) {
+      EvictAside(fresh);
     }
     Place(keys, fresh, /*may_evict=*/!unadmitted);
     std::copy_if(fresh.evicted.begin(), fresh.evicted.end(), std::back_inserter(evicted),
@@ -239,6 +293,46 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
   }
   FillRows(keys, rest, below, initial);
   stats_.inserts += rest.size();
+}
+
+void Table::LogEvictions(std::span<Evicted> evicted) {
+  const auto expired = std::count_if(evicted.begin(), evicted.end(), [&](const Evicted& gone) {
+    return !below_.exists() && gone.entry.score < expired_below_;
+  });
+  stats_.expired += expired;
+  stats_.evictions += std::ssize(evicted) - expired;
+  if (changes_) {
+    for (const Evicted& gone : evicted) changes_->Remove(gone.entry.key);
+  }
+  if (miss_sampler_) {
+    for (const Evicted& gone : evicted) miss_sampler_->Evict(gone.entry.key);
+  }
+  if (options_.eviction_log == EvictionLog::kOff) return;
+  // Their order depends on the threads; that of the log must not.
+  std::sort(evicted.begin(), evicted.end(),
+            [](const Evicted& a, const Evicted& b) { return a.entry.row < b.entry.row; });
+  const bool with_rows = options_.eviction_log == EvictionLog::kRows;
+  const auto dim = static_cast<size_t>(options_.dim), width = static_cast<size_t>(state_width_);
+  for (const Evicted& gone : evicted) {
+    log_.keys.push_back(gone.entry.key);
+    log_.scores.push_back(gone.entry.score);
+    if (!with_rows) continue;
+    log_.values.resize(log_.values.size() + dim);
+    ActiveKernels().load_vector(rows_.at(gone.entry.row), options_.dim, options_.dtype,
+                                &log_.values[log_.values.size() - dim]);
+    const float* const state = state_at(gone.entry.row);
+    log_.states.insert(log_.states.end(), state, state + width);
+  }
+  const auto capacity = static_cast<size_t>(options_.eviction_log_capacity);
+  if (log_.keys.size() <= capacity) return;
+  const auto drop = static_cast<std::ptrdiff_t>(log_.keys.size() - capacity);
+  log_.keys.erase(log_.keys.begin(), log_.keys.begin() + drop);
+  log_.scores.erase(log_.scores.begin(), log_.scores.begin() + drop);
+  if (with_rows) {
+    log_.values.erase(log_.values.begin(), log_.values.begin() + drop * options_.dim);
+    log_.states.erase(log_.states.begin(), log_.states.begin() + drop * state_width_);
+  }
+  stats_.log_dropped += drop;
 }
 
 }  // namespace embstore

@@ -25,6 +25,10 @@ void Table::CheckInvariants() const {
     RequireInvariant(!in_use[static_cast<size_t>(row)], "a free row belongs to no key");
     in_use[static_cast<size_t>(row)] = 2;
   });
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    RequireInvariant(floors_.empty() || entry.score >= floors_[ClassOf(index_->Hash(entry.key))],
+                     "no score is below the floor of its class");
+  });
   for (const uint8_t use : in_use) RequireInvariant(use != 0, "a taken row is in use or free");
   pins_.VisitLists([&](const SlotList& list) {
     for (int64_t i = 0; i < list.size(); ++i) {

@@ -181,6 +181,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   std::unique_lock guard(lock_);
   RequireOpen();
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore(n);
+  floors_.clear();  // scores may fall
   // The scores of a dump may come from a clock that is ahead; later training must rank above them.
   if (scores && n > 0) clock_.RaiseAbove(*std::max_element(scores, scores + n));
   Row* const rows = list->rows();
@@ -330,6 +331,7 @@ void Table::ForgetRows() {
   rows_.Take(options_.shared_rows);
   std::fill(shared_used_.begin(), shared_used_.end(), uint8_t{0});
   sketch_.reset();
+  floors_.clear();
   ++layout_;
   below_.NoteReplaced();
   pins_.TakeAllFromLists();

@@ -67,6 +67,7 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::span<const ui
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;
     index_->set_score(slot, std::max<uint64_t>(below.Find(keys[i]).score, 1));
+    LowerFloor(index_->Hash(keys[i]), 1);
   }
 }
 

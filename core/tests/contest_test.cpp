@@ -165,48 +165,6 @@ TEST(The rows are the same for any number of threads, also with several classes)
   SetNumThreads(1);
 }
 
-TEST(In a large table newcomers take rows that are among the least frequent) {
-  constexpr int64_t kRows = 50'000;
-  for (const int64_t newcomers : {int64_t{1}, int64_t{7}, int64_t{300}, int64_t{2001}}) {
-    TableOptions options = Contested(kRows);
-    options.eviction_log = EvictionLog::kKeys;
-    const auto table = Table::Create(options);
-    LookUpOne(table, Range(0, kRows));
-    for (int64_t from = kRows / 2; from < kRows; from += kRows / 100) {
-      LookUpOne(table, Range(from, kRows));  // the higher half is used ever more often
-    }
-    LookUpOne(table, Range(kRows, kRows + newcomers));
-    const auto gone = table->DrainEvictions();
-    // But for the few whose return is watched for.
-    CHECK(std::ssize(gone.keys) >= newcomers - newcomers / 20 - 1);
-    for (const int64_t key : gone.keys) CHECK(key < kRows / 2);
-    CHECK_EQ(CountFound(*table, Range(kRows, kRows + newcomers)), std::ssize(gone.keys));
-    table->CheckInvariants();
-  }
-}
-
-TEST(A batch that is used seldom keeps its rows while newcomers take others) {
-  for (const ScoreStrategy strategy :
-       {ScoreStrategy::kStep, ScoreStrategy::kLfu, ScoreStrategy::kAgedLfu}) {
-    TableOptions options = SmallTable(3, 6000);
-    options.score_strategy = strategy;
-    const auto table = Table::Create(options);
-    const Forward held = LookUpOne(table, Range(0, 3000));  // the smallest scores
-    LookUpOne(table, Range(3000, 6000));
-    LookUpOne(table, Range(3000, 6000));
-    // The rows of `held` go neither for another batch nor, used again, for their own.
-    LookUpOne(table, Range(6000, 7500));
-    CHECK_EQ(CountFound(*table, Range(0, 3000)), 3000);
-    std::vector<int64_t> keys = Range(0, 3000);
-    for (int64_t key = 8000; key < 9000; ++key) keys.push_back(key);
-    CHECK_EQ(LookUpOne(table, keys).result.refused, 0);
-    CHECK_EQ(CountFound(*table, keys), 4000);
-    for (int64_t i = 0; i < 3000; ++i) CHECK(held.result.slots->rows()[i] != kMissingRow);
-    CHECK_EQ(table->stats().dropped_gradients, 0);
-    table->CheckInvariants();
-  }
-}
-
 TEST(A table that was filled from a dump goes on with the same choices) {
   const auto filled_from = [](Table& old, int64_t init_capacity) {
     TableOptions options = old.options();
@@ -378,22 +336,6 @@ TEST(Rows with small gradients go first where importance is the score) {
   step({8, 9}, {0, 0});
   CHECK(KeysOf(*table) == std::set<int64_t>({1, 3, 4, 8}));
   CHECK(std::abs(importance(8) - 1.5) < 1e-4);
-}
-
-TEST(Rows of the running batch stay although their importance is the smallest) {
-  TableOptions options = Contested(4);
-  options.score_strategy = ScoreStrategy::kImportance;
-  options.half_life = 1;
-  const auto table = Table::Create(options);
-  LookUpOne(table, {1, 2, 3, 4});
-  for (int batch = 0; batch < 9; ++batch) Push(LookUpOne(table, {8, 3, 4}), 1.0f);
-  CHECK(KeysOf(*table).contains(8));
-  for (int batch = 0; batch < 9; ++batch) Push(LookUpOne(table, {9, 1, 2, 3}), 0.0f);
-  std::set<int64_t> keys = KeysOf(*table);
-  for (int batch = 0; batch < 2; ++batch) {  // 9 has earned a row
-    Push(LookUpOne(table, {9, *keys.begin()}), 1.0f);
-    CHECK(KeysOf(*table).contains(*keys.begin()));
-  }
 }
 
 TEST(Options of ageing that cannot work are named) {

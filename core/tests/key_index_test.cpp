@@ -108,24 +108,6 @@ void CheckHolds(const KeyIndex& index, const Model& model) {
     CHECK(walked == model);
     if (model.size() > 3000) break;
   }
-  for (const uint64_t width : {~uint64_t{0}, uint64_t{1} << 61, (uint64_t{1} << 60) - 12345}) {
-    Model met;
-    for (uint64_t first = 0;; first += width) {
-      const uint64_t last = first > ~width ? ~uint64_t{0} : first + (width - 1);
-      const auto odd = [](uint64_t score) { return score % 2 == 1; };
-      index.VisitHashes(first, last, odd, [&](Slot slot, const IndexEntry& entry) {
-        CHECK_EQ(index.Find(entry.key), slot);
-        CHECK(index.Hash(entry.key) >= first && index.Hash(entry.key) <= last);
-        CHECK(met.emplace(entry.key, entry.score).second);
-      });
-      if (last == ~uint64_t{0}) break;
-    }
-    Model odd_scores;
-    for (const auto& [key, score] : model) {
-      if (score % 2 == 1) odd_scores.emplace(key, score);
-    }
-    CHECK(met == odd_scores);
-  }
 
   // The batch probe of every instruction set, on keys that are there and on others.
   std::mt19937_64 random(model.size());

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "embstore/hash.h"
-#include "embstore/memory.h"
 
 namespace embstore {
 
@@ -22,7 +21,7 @@ class FrequencySketch {
   // Room for about this many keys.
   FrequencySketch(int64_t keys, uint64_t seed);
 
-  void Prefetch(int64_t key) const { __builtin_prefetch(buckets() + BucketOf(Hash(key)), 1); }
+  void Prefetch(int64_t key) const { __builtin_prefetch(&buckets_[BucketOf(Hash(key))], 1); }
   // Adds to the sum of the key and returns it, both as of this half-life, which never falls.
   double Add(int64_t key, double amount, int64_t half_life);
   // Removes the sum of the key and returns it.
@@ -33,7 +32,7 @@ class FrequencySketch {
   bool Restore(std::span<const uint16_t> saved);
 
   static int64_t BytesFor(int64_t keys);
-  int64_t bytes() const { return static_cast<int64_t>(size_ * sizeof(Bucket)); }
+  int64_t bytes() const { return static_cast<int64_t>(buckets_.size() * sizeof(Bucket)); }
 
  private:
   static constexpr int kEntries = 15;
@@ -46,13 +45,11 @@ class FrequencySketch {
 
   uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
   static size_t BucketsFor(int64_t keys);
-  size_t BucketOf(uint64_t hash) const { return hash & (size_ - 1); }
-  Bucket* buckets() const { return reinterpret_cast<Bucket*>(memory_.data()); }
+  size_t BucketOf(uint64_t hash) const { return hash & (buckets_.size() - 1); }
   Bucket& Aged(uint64_t hash, int64_t half_life);
 
   HashSecret secret_;
-  size_t size_;  // buckets, a power of two
-  mutable HugeBuffer memory_;
+  std::vector<Bucket> buckets_;  // a power of two
 };
 
 }  // namespace embstore

@@ -33,7 +33,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <span>
 #include <utility>
@@ -100,9 +99,8 @@ class KeyIndex {
   Slot Find(int64_t key) const { return Find(key, Hash(key)); }
   Slot Find(int64_t key, uint64_t hash) const;
 
-  // Prefetches what Find and Insert read first, or what VisitHashes reads for a short range.
-  void Prefetch(uint64_t hash) const;
-  void PrefetchHashes(uint64_t first, uint64_t last) const;
+  // Prefetches what Find and Insert read first, or with `whole` what Victim reads.
+  void Prefetch(uint64_t hash, bool whole) const;
 
   void PrefetchSlot(Slot slot) const {
     if (slot < kFirstOverflowSlot) __builtin_prefetch(groups() + slot / IndexGroup::kSlots, 1);
@@ -157,10 +155,10 @@ class KeyIndex {
   }
   template <typename Visit>
   void VisitOverflow(const Visit& visit) const;
-  // Calls visit(slot, entry) for the keys with a hash from `first` to `last`, wherever they lie,
-  // whose score is wanted(score).
-  template <typename Wanted, typename Visit>
-  void VisitHashes(uint64_t first, uint64_t last, const Wanted& wanted, const Visit& visit) const;
+  // Calls visit(slot, entry) for the keys with a hash from `first` to `last`, which are of one
+  // stripe, wherever they lie.
+  template <typename Visit>
+  void VisitHashes(uint64_t first, uint64_t last, const Visit& visit) const;
   template <typename Visit>
   void VisitAll(const Visit& visit) const {
     const auto [gap_begin, gap_end] = Gap();
@@ -195,9 +193,6 @@ class KeyIndex {
     Slot begin, end;
   };
   Stripe StripeAt(uint64_t hash) const;
-  int64_t GroupOf(uint64_t hash) const;  // home
-  template <typename Wanted, typename Visit>
-  void VisitHomes(int64_t begin, int64_t end, const Wanted& wanted, const Visit& visit) const;
   std::pair<Slot, Slot> Gap() const;  // slots that are unused while the index grows
   std::pair<int64_t, int64_t> BucketsOf(uint64_t hash) const;  // home and second
 
@@ -252,66 +247,26 @@ void KeyIndex::VisitOverflow(const Visit& visit) const {
   }
 }
 
-template <typename Wanted, typename Visit>
-void KeyIndex::VisitHashes(uint64_t first, uint64_t last, const Wanted& wanted,
-                           const Visit& visit) const {
-  const auto used = [&](uint64_t score) { return score != 0 && wanted(score); };
+template <typename Visit>
+void KeyIndex::VisitHashes(uint64_t first, uint64_t last, const Visit& visit) const {
+  const auto bucket_slots = static_cast<Slot>(bucket_groups_ * IndexGroup::kSlots);
   const auto filter = [&](Slot slot, const IndexEntry& entry) {
     const uint64_t hash = Hash(entry.key);
     if (hash >= first && hash <= last) visit(slot, entry);
   };
-  bool elsewhere = false;
-  for (uint64_t next = first;;) {
-    const Stripe stripe = StripeAt(next);
-    const bool whole = first <= stripe.first && stripe.last <= last;
-    const int64_t begin = GroupOf(next), end = GroupOf(std::min(last, stripe.last)) + 1;
-    bool away = whole;
-    for (int64_t g = begin; g < end && !away; ++g)
-      away = groups()[g].away >= IndexGroup::kElsewhere;
-    elsewhere |= away;
-    if (away) {
-      VisitScores(stripe.begin, stripe.end, used, filter);
-    } else {
-      VisitHomes(begin, end, used, filter);
-    }
-    if (stripe.last >= last) break;
-    next = stripe.last + 1;
+  const Slot begin = static_cast<Slot>(BucketsOf(first).first * bucket_slots);
+  const Slot end = static_cast<Slot>((BucketsOf(last).first + 1) * bucket_slots);
+  VisitUsed(begin, end, filter);
+  const IndexGroup* const group = groups() + begin / IndexGroup::kSlots;
+  const int64_t count = (end - begin) / IndexGroup::kSlots;
+  if (std::none_of(group, group + count,
+                   [](const IndexGroup& g) { return g.away >= IndexGroup::kElsewhere; })) {
+    return;
   }
-  if (!elsewhere || overflow_used_ == 0) return;
-  VisitOverflow([&](Slot slot, const IndexEntry& entry) {
-    if (wanted(entry.score)) filter(slot, entry);
-  });
-}
-
-// The slots of these groups, and of the blocks where other keys of theirs are.
-template <typename Wanted, typename Visit>
-void KeyIndex::VisitHomes(int64_t begin, int64_t end, const Wanted& wanted,
-                          const Visit& visit) const {
-  const auto visit_groups = [&](int64_t from, int64_t until) {
-    for (int64_t g = from; g < until; ++g) {
-      const IndexGroup& group = groups()[g];
-      for (int64_t at = 0; at < IndexGroup::kSlots; ++at) {
-        if (!wanted(group.scores[at])) continue;
-        visit(static_cast<Slot>(g * IndexGroup::kSlots + at),
-              IndexEntry{group.keys[at], group.scores[at], group.rows[at]});
-      }
-    }
-  };
-  visit_groups(begin, end);
-  while (begin < end) {
-    const int64_t bucket = begin - begin % bucket_groups_;
-    const int64_t until = std::min(end, bucket + bucket_groups_);
-    uint32_t blocks = 0;
-    for (int64_t g = begin; g < until; ++g) blocks |= groups()[g].away;
-    for (; blocks; blocks &= blocks - 1) {
-      const int64_t block = bucket + (int64_t{std::countr_zero(blocks)} << block_bits_);
-      const int64_t block_end =
-          std::min(block + (int64_t{1} << block_bits_), bucket + int64_t{bucket_groups_});
-      visit_groups(block, std::clamp(begin, block, block_end));
-      visit_groups(std::clamp(until, block, block_end), block_end);
-    }
-    begin = until;
-  }
+  const Stripe stripe = StripeAt(first);
+  VisitUsed(stripe.begin, begin, filter);
+  VisitUsed(end, stripe.end, filter);
+  VisitOverflow(filter);
 }
 
 template <typename IsProtected, typename Worth>

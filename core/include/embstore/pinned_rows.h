@@ -27,8 +27,6 @@ class PinnedRows {
  public:
   void Add(SlotList* list);
   void Remove(SlotList* list);
-  // Whether there is a live list beside the one whose rows() are `own`.
-  bool HasOthers(const Row* own) const;
 
   // A new call, which holds no rows and knows of none that others hold. Rows are below `capacity`.
   void Begin(int64_t capacity);

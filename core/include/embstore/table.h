@@ -312,23 +312,20 @@ class Table : public std::enable_shared_from_this<Table> {
                      const uint64_t* scores, const FetchedRows& below) const;
   Slot Victim(uint64_t hash) const;
   void Evict(Slot slot, int64_t newcomer, Newcomers& fresh);
-  // Gives rows of others to newcomers beyond the limit. If must_win, a newcomer takes the rows of
-  // keys with smaller scores only. Some may get none.
-  void EvictFor(Newcomers& fresh, bool must_win);
-  struct Challenger;
-  struct Candidate;
-  struct Round;
-  bool Decide(const Round& round, Newcomers& fresh, bool must_win,
-              std::vector<Candidate>& candidates);  // emptied first
-  void StampRows(Newcomers& fresh);
-  // Weighs newcomers by how often they were seen. Those beyond the limit take the rows of keys with
-  // smaller scores; the others get none.
+  void EvictAside(Newcomers& fresh);
+  // Lets newcomers beyond the limit take the rows of keys with smaller scores; the others get none.
   void Contest(const int64_t* keys, Newcomers& fresh);
   void Place(const int64_t* keys, Newcomers& fresh, bool may_evict);
   uint64_t SumOfScores(uint64_t a, uint64_t b) const;
   FrequencySketch EmptySketch() const;
   void BeginShared(Row row);
   RowBlock CollectShared() const;
+  // Keys of a class, one of 2^k equal ranges of hashes, compete for the same rows. Classes depend
+  // on the options only, so a table that was dumped and loaded makes the same choices.
+  size_t ClassOf(uint64_t hash) const { return class_bits_ ? hash >> (64 - class_bits_) : 0; }
+  void LowerFloor(uint64_t hash, uint64_t score) {
+    if (!floors_.empty()) floors_[ClassOf(hash)] = std::min(floors_[ClassOf(hash)], score);
+  }
   void Undo(const int64_t* keys, Newcomers& fresh);
   void Unpin(std::span<const Evicted> evicted, const Row* own);
   void FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
@@ -379,6 +376,7 @@ class Table : public std::enable_shared_from_this<Table> {
     constexpr int64_t kLeastTracked = 1 << 14;
     return std::max(kLeastTracked, kTrackedPerRow * rows);
   }
+  static int ClassBits(int64_t max_capacity);
   int64_t MissWindow() const;
   int64_t EraseLocked(std::span<const int64_t> keys);
   int64_t Sweep(uint64_t min_score);
@@ -416,11 +414,14 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_limit_ = 0;     // rows at most
   int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
-  std::optional<FrequencySketch> sketch_;  // with admit_by_frequency, once the table is full
-  std::vector<uint8_t> shared_used_;       // by number: a training batch has used it
-  uint64_t layout_ = 0;                    // changes when slots do
-  uint64_t expired_below_ = 0;             // scores below it have outlived the ttl
-  uint64_t swept_ = 0;                     // when ExpireOld last looked, in its own periods
+  // With admit_by_frequency, once the table is full: no score in a class is below its floor.
+  std::optional<FrequencySketch> sketch_;
+  std::vector<uint64_t> floors_;
+  int class_bits_ = 0;
+  std::vector<uint8_t> shared_used_;  // by number: a training batch has used it
+  uint64_t layout_ = 0;               // changes when slots do
+  uint64_t expired_below_ = 0;        // scores below it have outlived the ttl
+  uint64_t swept_ = 0;                // when ExpireOld last looked, in its own periods
   TableStats stats_;
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends
