@@ -3,7 +3,7 @@ import redis_server
 from faces.torchrec_dynamic_embedding import twins
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def process_group():
     """One gloo rank: this process."""
     import torch
