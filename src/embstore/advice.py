@@ -1,6 +1,6 @@
 """How large should a table be? What a table of another size would find.
 
-    table.sample_misses()                # costs less than 2 % of a training step
+    table.sample_misses()
     ...                                  # train for a while
     print(table.advise())
 
