@@ -1,6 +1,7 @@
 """Short versions of trust.network and trust.failover: two hosts and a bad wire, a Cluster whose master
 dies."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def run(*arguments):
 @pytest.mark.timeout(240)
 def test_ranks_of_two_hosts_raise_when_the_wire_is_cut_and_resume_to_the_same_bits(two_hosts):
     output = run("trust.network", "--part", "training", "--ranks", "1")
-    assert "resumed from dump 1 to the same bits" in output
+    assert re.search(r"resumed from dump \d to the same bits", output)
 
 
 @pytest.mark.timeout(240)
