@@ -103,7 +103,7 @@ class Hosts:
             _ip("-n", self._names["b"], "link", "set", "dev", "eth0", "up")
 
     def _forward(self) -> None:
-        """Between the two ends, for ever."""
+        """Between the two ends, forever."""
         ends = []
         for which in ADDRESSES:
             end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_FRAMES))

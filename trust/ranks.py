@@ -239,7 +239,7 @@ def rounds_of(count: int, world: int, seed: int) -> list[Round]:
         phase = list(PHASES)[number % len(PHASES)]
         way = job.WAYS[number // len(PHASES) % len(job.WAYS)]
         victim = rng.randrange(world)
-        # torch itself waits for ever for a store that freezes while it connects.
+        # torch itself waits forever for a store that freezes while it connects.
         store = STORES[number % (2 if phase == "connection" else 3)]
         found.append(Round(phase, way, victim, store, rng.randrange(occasions[phase]), rng.uniform(0, 1.2)))
     return found

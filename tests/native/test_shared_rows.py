@@ -310,6 +310,21 @@ def test_shared_rows_of_a_file_that_do_not_fit_are_refused(tmp_path):
         assert not (tmp_path / "back").exists()
 
 
+def test_metadata_of_others_in_a_parquet_file_need_not_be_text(tmp_path):
+    import pyarrow.parquet
+
+    table = embstore.Table("t", dim=3, max_capacity=50, **GOOD)
+    train(embstore.Embedding(table=table), batches(5))
+    found = table.to_arrow()
+    (tmp_path / "p" / "m").mkdir(parents=True)
+    marked = found.replace_schema_metadata({**found.schema.metadata, b"other": b"\xff\xfe"})
+    pyarrow.parquet.write_table(marked, tmp_path / "p" / "m" / "t.parquet")
+    convert(tmp_path / "p", tmp_path / "back", "v2")
+    twin = embstore.Table(table.options)
+    embstore.load(tmp_path / "back", {"m": {"t": twin}})
+    assert as_dict(twin).keys() == as_dict(table).keys()
+
+
 def test_files_without_a_place_for_shared_rows_say_so(tmp_path):
     table = embstore.Table("t", dim=3, max_capacity=50, **GOOD)
     train(embstore.Embedding(table=table), batches(5))

@@ -32,8 +32,8 @@ class MissSampler {
   static constexpr int64_t kBinsPerDoubling = 8;
   static constexpr int64_t kBins = 40 * kBinsPerDoubling;
 
-  // Weights are those of the whole stream: each was divided by the rate at its time, and those of
-  // `counts` by the rate of now, as all uses of a key that is still in the sample were seen.
+  // Weights are those of the whole stream: each is divided by the rate when it was seen, and those
+  // of `counts` by the rate of now, as all uses of a key that is still in the sample were seen.
   struct Sample {
     double rate = 1.0;
     double uses = 0;        // occurrences of training batches

@@ -160,16 +160,16 @@ def interrupts_held() -> Iterator[None]:
 
 def sync_folder(path: Path) -> None:
     """Makes the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    _sync(path, os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
     """Makes the bytes of a file durable."""
-    fd = os.open(path, os.O_RDONLY)
+    _sync(path, 0)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(fd)
     finally:

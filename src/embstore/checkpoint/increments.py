@@ -22,7 +22,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from embstore import _core
 from embstore.checkpoint import host_cache
@@ -62,7 +62,6 @@ from embstore.progress import Wanted, shown
 
 # Of the next increment: its facts, whether it has optimizer states, and how keys are spread over ranks.
 Place = tuple[dict[str, Any], bool, dict[str, dict[str, AnyOwnership]]]
-T = TypeVar("T")
 
 
 class IncrementLog:

@@ -29,6 +29,11 @@ def shared_file(name: str, rank: int, world: int) -> str:
     return f"{file_stem(name)}_shared.rank_{rank}.world_size_{world}"
 
 
+def record_bytes(spec: TableSpec, optim: bool) -> int:
+    """Bytes of a record."""
+    return 8 + 4 * (spec.dim + (spec.state_width if optim else 0))
+
+
 def as_records(shared: Rows, optim: bool) -> Array:
     """The bytes of a file (n, bytes of a record)."""
     columns = [shared.keys.astype("<i8").reshape(-1, 1).view(np.uint8)]
@@ -49,7 +54,7 @@ def stored_shared(stored: DumpTable) -> list[Rows] | None:
     if stored.manifest is None or stored.spec is None or not stored.spec.shared_rows:
         return None
     spec, world, found = stored.spec, stored.manifest.world, []
-    size = 8 + 4 * (spec.dim + (spec.state_width if stored.manifest.optim else 0))
+    size = record_bytes(spec, stored.manifest.optim)
     for rank in range(world):
         name = shared_file(stored.name, rank, world)
         rows = stored.files()[name]["bytes"] // size if name in stored.files() else 0

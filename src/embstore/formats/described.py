@@ -21,7 +21,7 @@ import numpy.typing as npt
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import name_of
-from embstore.checkpoint.shared import from_records
+from embstore.checkpoint.shared import from_records, record_bytes
 from embstore.checkpoint.spec import TableSpec
 from embstore.formats.columns import DESCRIPTION, SHARED
 from embstore.optimizers import OPTIMIZERS, SGD, Optimizer
@@ -74,10 +74,9 @@ class DescribedTable:
         """The shared rows; None where the table has none. Raises CheckpointError where they do not fit."""
         if not spec.shared_rows:
             return None
-        size = 8 + 4 * (spec.dim + (spec.state_width if self.states else 0))
         try:
             records = np.frombuffer(b64decode(self.metadata.get(SHARED, ""), validate=True), np.uint8)
-            rows = from_records(records.reshape(-1, size), spec.dim)
+            rows = from_records(records.reshape(-1, record_bytes(spec, bool(self.states))), spec.dim)
         except ValueError as error:
             raise CheckpointError(f"{file}: its shared rows cannot be read: {error}") from error
         if len(np.unique(rows.keys)) != len(rows) or not set(rows.keys.tolist()) <= set(

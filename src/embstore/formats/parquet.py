@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint.errors import CheckpointError
-from embstore.formats.columns import Columns
+from embstore.formats.columns import DESCRIPTION, SHARED, Columns
 from embstore.formats.described import DescribedTable, reading, require_columns
 
 SUFFIX = ".parquet"
@@ -34,6 +34,7 @@ def _read(file: Path) -> DescribedTable:
         parts = [np.asarray(chunk.flatten()).reshape(-1, width) for chunk in column.chunks]
         return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
 
+    found = table.schema.metadata or {}  # that of others need not be text
     lists = [f.name for f in table.schema if pa.types.is_fixed_size_list(f.type)]
     if "vector" not in lists or any(table[name].null_count for name in ("key", "vector")):
         raise CheckpointError(f"{file}: expected vectors as lists of a fixed size, without nulls")
@@ -42,7 +43,7 @@ def _read(file: Path) -> DescribedTable:
         vectors("vector"),
         table["score"].to_numpy() if "score" in table.column_names else None,
         {name: vectors(name) for name in lists if name != "vector"},
-        {key.decode(): text.decode() for key, text in (table.schema.metadata or {}).items()},
+        {key: found[key.encode()].decode() for key in (DESCRIPTION, SHARED) if key.encode() in found},
     )
 
 

@@ -31,7 +31,14 @@ from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import read_sealed, sealed, sync_file, write_durably
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.reading import Dump, DumpTable, open_dump
-from embstore.checkpoint.shared import as_records, combined, from_records, shared_file, stored_shared
+from embstore.checkpoint.shared import (
+    as_records,
+    combined,
+    from_records,
+    record_bytes,
+    shared_file,
+    stored_shared,
+)
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import write_array
 from embstore.options import DType, as_enum
@@ -360,7 +367,7 @@ def _with_shared_file(
         return served
     path = folder / f"{file_stem(spec.name)}.shared"
     _map_own(path, facts)
-    records = np.fromfile(path, np.uint8).reshape(-1, 8 + 4 * spec.dim)
+    records = np.fromfile(path, np.uint8).reshape(-1, record_bytes(spec, optim=False))
     return with_shared(served, spec, from_records(records, spec.dim))
 
 
