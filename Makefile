@@ -79,7 +79,7 @@ help:  ## this list
 # ------------------------------------------------------------------------------------------------
 
 setup: $(VENV)/.done-redis-server $(VENV)/.done-chromium $(TEST_STAMPS) $(PACKAGE)  ## create .venv with all that is needed and build the package into it
-	@echo "setup: ready ($(VENV))"
+	@[ $(MAKELEVEL) -gt 0 ] || echo "setup: ready ($(VENV))"
 
 $(VENV)/.done-venv:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
@@ -136,22 +136,20 @@ $(PACKAGE): $(STAMPS) $(PACKAGE_SOURCES) $(MODULES)
 demo: $(PACKAGE)  ## train on two ranks, dump, restart, serve; ends with a table and report.html
 	@$(BIN)/python -m examples.demo $(if $(DATA),--data '$(DATA)')
 
-test: setup lint test-cpp test-py  ## everything: lint, C++ tests, Python tests
+# Lint is one process for most of its time, so it runs beside the C++ tests.
+test: setup  ## everything: lint, C++ tests, Python tests
+	@trap wait EXIT; $(MAKE) lint & lint=$$!; $(MAKE) test-cpp; wait $$lint
+	@$(MAKE) test-py
 
 test-cpp: setup  ## the C++ tests
 	$(call step,C++ tests: build,$(BIN)/cmake --build build/cpp)
 	@$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=ignore -j $(JOBS)
 
-# The quick tests first: units, then faces; then those that are slow or start several processes, the longest of
-# them first. Each of the workers takes a file at a time, in this order.
-LATE := slow or multirank
-WORKERS ?= $(shell n=$(JOBS); echo $$((n < 4 ? n : 4)))
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Each of the workers takes a file at a time; tests/conftest.py says in which order. There is one more than cores:
+# tests that cut a wire or kill a rank wait for timeouts.
+WORKERS ?= $(shell n=$(JOBS); echo $$((n < 4 ? n + 1 : 4)))
 test-py: setup  ## the Python tests
-	@units=$$(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d \) \
-	  ! -name faces ! -name '__pycache__' | sort); \
-	$(PYTEST) -m 'not ($(LATE))' $$units tests/faces; \
-	$(PYTEST) -m '$(LATE)' tests/trust tests/examples tests/faces $$units
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## formatting, lint and types
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . || true; echo 'try: make format'; exit 1; }

@@ -46,7 +46,7 @@ def selected(patterns: list[str] | None) -> list[str]:
 
 
 def show(row: Row) -> None:
-    wanted, goal = (("-" if mark is None else f"{mark:g}x") for mark in (row.wanted, row.goal))
+    wanted, goal = (("-" if mark is None else f"{mark:.3g}x") for mark in (row.wanted, row.goal))
     ratio = f"{row.ratio:.2f}x"
     share = "" if row.share is None else f"{row.share:.0%}"
     print(

@@ -138,7 +138,7 @@ def load(run: Run) -> Iterator[Row]:
                 theirs.append(seconds(lambda: read_plainly(files, buffers)))
             our_time, their_time = statistics.median(ours), statistics.median(theirs)
             detail = speed(size, our_time, their_time)
-            yield Row(work, "plain reads", threads, their_time / our_time, 0.7, 0.9, detail)
+            yield Row(work, "plain reads", threads, their_time / our_time, 0.9, 0.95, detail)
     module.table.close()
 
 
@@ -204,7 +204,7 @@ def dump_async(run: Run) -> Iterator[Row]:
             f"the dump takes {statistics.median(dumps):.1f} s"
         )
         yield Row(
-            work + ", beside a dump", "itself, alone", threads, their_time / our_time, 0.9, 0.95, detail
+            work + ", beside a dump", "itself, alone", threads, their_time / our_time, 0.9, 0.97, detail
         )
         hold = max(holds)
         detail = f"{1e3 * hold:.1f} ms, the longest of {ROUNDS}"

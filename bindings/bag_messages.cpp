@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -21,13 +22,13 @@ namespace {
 
 // (messages, keys of each, bytes of each)
 nb::tuple PyPack(uintptr_t keys, int64_t n, uintptr_t offsets, int64_t bags, uintptr_t weights,
-                 int64_t features, uint32_t world, int ownership, uint64_t rows,
+                 int64_t features, uint32_t world, uint32_t self, int ownership, uint64_t rows,
                  const std::vector<int32_t>& rank_of_feature) {
   const BagBatch batch{{Address<const int64_t>(keys), static_cast<size_t>(n)},
                        {Address<const int64_t>(offsets), static_cast<size_t>(bags + 1)},
                        Address<const float>(weights),
                        features};
-  const BagOwners owners{world, rank_of_feature, static_cast<Ownership>(ownership), rows};
+  const BagOwners owners{world, self, rank_of_feature, static_cast<Ownership>(ownership), rows};
   PackedBags packed;
   {
     nb::gil_scoped_release unlocked;
@@ -58,16 +59,20 @@ void PyCopyColumns(const std::vector<PyRun>& runs, int64_t rows) {
 void BindBagMessages(nb::module_& m) {
   m.def("bag_message_bytes", &BagMessageBytes, "keys"_a, "features"_a, "samples"_a, "weighted"_a);
   m.def("pack_bags", &PyPack, "keys"_a, "n"_a, "offsets"_a, "bags"_a, "weights"_a, "features"_a,
-        "world"_a, "ownership"_a, "rows"_a, "rank_of_feature"_a);
+        "world"_a, "self"_a, "ownership"_a, "rows"_a, "rank_of_feature"_a);
   m.def(
       "unpack_bags",
-      [](uintptr_t messages, size_t bytes, const std::vector<int64_t>& of_keys,
-         const std::vector<int64_t>& samples, int64_t features, uintptr_t offsets, uintptr_t keys,
-         uintptr_t weights) {
-        UnpackBags({{Address<const std::byte>(messages), bytes}, of_keys, samples, features},
-                   Address<int64_t>(offsets), Address<int64_t>(keys), Address<float>(weights));
+      [](const std::vector<std::pair<uintptr_t, size_t>>& messages,  // address, bytes
+         const std::vector<int64_t>& of_keys, const std::vector<int64_t>& samples, int64_t features,
+         uintptr_t offsets, uintptr_t keys, uintptr_t weights) {
+        std::vector<std::span<const std::byte>> spans;
+        for (const auto& [begin, bytes] : messages) {
+          spans.emplace_back(Address<const std::byte>(begin), bytes);
+        }
+        UnpackBags({spans, of_keys, samples, features}, Address<int64_t>(offsets),
+                   Address<int64_t>(keys), Address<float>(weights));
       },
-      nb::call_guard<nb::gil_scoped_release>(), "messages"_a, "bytes"_a, "of_keys"_a, "samples"_a,
+      nb::call_guard<nb::gil_scoped_release>(), "messages"_a, "of_keys"_a, "samples"_a,
       "features"_a, "offsets"_a, "keys"_a, "weights"_a);
   m.def("copy_columns", &PyCopyColumns, nb::call_guard<nb::gil_scoped_release>(), "runs"_a,
         "rows"_a);

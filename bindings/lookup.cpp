@@ -104,11 +104,31 @@ void BindLookup(nb::module_& m) {
           nb::keep_alive<1, 2>(), "slots"_a, "pooling"_a, "offsets"_a, "bags"_a, "weights"_a,
           "gradients"_a, "dtype"_a, "stride"_a, "positions"_a, "step"_a);
 
+  nb::class_<KeyGradients>(m, "KeyGradients")
+      .def(
+          "__init__",
+          [](KeyGradients* self, std::shared_ptr<Table> table, uintptr_t keys, int64_t n,
+             uintptr_t offsets, int64_t bags, uintptr_t gradients, const StepOptions& step) {
+            const int64_t dim = table->dim();
+            new (self) KeyGradients{std::move(table),
+                                    {Address<const int64_t>(keys), static_cast<size_t>(n)},
+                                    Offsets(offsets, bags),
+                                    View(gradients, static_cast<int>(DType::kFloat32), dim, 0),
+                                    step};
+          },
+          "table"_a, "keys"_a, "n"_a, "offsets"_a, "bags"_a, "gradients"_a, "step"_a);
+
   m.def("look_up", &PyLookUp, "requests"_a, "access"_a);
   m.def(
       "apply_gradients",
       [](const std::vector<GradientRequest>& requests) { ApplyGradients(requests); },
       nb::call_guard<nb::gil_scoped_release>(), "requests"_a);
+  m.def(
+      "apply_gradients_by_key",
+      [](const std::vector<KeyGradients>& requests, bool renew_scores) {
+        return ApplyGradientsByKey(requests, renew_scores);
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "requests"_a, "renew_scores"_a);
   m.def("reduce_gradients", &PyReduce, "request"_a);
   m.def(
       "weight_gradients",

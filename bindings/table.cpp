@@ -276,17 +276,6 @@ void BindTable(nb::module_& m) {
           [](Table& table, uintptr_t keys, int64_t n) { return table.Erase(Keys(keys, n)); },
           Unlocked())
       .def(
-          "apply_gradients",
-          [](Table& table, uintptr_t keys, int64_t n, uintptr_t gradients, int dtype,
-             const StepOptions& step, bool renew_scores) {
-            VectorsView view;
-            view.base = Address<void>(gradients);
-            view.dtype = static_cast<DType>(dtype);
-            view.stride = table.dim();
-            return ApplyGradientsByKey(table, Keys(keys, n), view, step, renew_scores);
-          },
-          Unlocked())
-      .def(
           "apply_gradients_to_shared",
           [](Table& table, uintptr_t numbers, int64_t n, uintptr_t gradients,
              const StepOptions& step) {
@@ -354,6 +343,29 @@ void BindTable(nb::module_& m) {
           [](Table& table, uintptr_t counters, int64_t n) {
             return table.RestoreAdmissionCounters(
                 {Address<const uint16_t>(counters), static_cast<size_t>(n)});
+          },
+          Unlocked())
+      .def("take_counter_changes",
+           [](Table& table) {
+             std::vector<uint16_t> changes;
+             {
+               nb::gil_scoped_release unlocked;
+               changes = table.TakeCounterChanges();
+             }
+             const size_t n = changes.size();
+             return ToNumpy(std::move(changes), n);
+           })
+      .def(
+          "return_counter_changes",
+          [](Table& table, uintptr_t taken, int64_t n) {
+            table.ReturnCounterChanges({Address<const uint16_t>(taken), static_cast<size_t>(n)});
+          },
+          Unlocked())
+      .def(
+          "apply_counter_changes",
+          [](Table& table, uintptr_t changes, int64_t n) {
+            return table.ApplyCounterChanges(
+                {Address<const uint16_t>(changes), static_cast<size_t>(n)});
           },
           Unlocked())
       .def("drain_evictions",

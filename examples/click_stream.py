@@ -110,6 +110,7 @@ def main() -> None:
             initializer=embstore.Uniform(-0.05, 0.05),
             init_capacity=options.capacity,
             max_capacity=options.capacity,
+            seed=options.seed,
         )
 
     dynamic_model = ClickModel(dynamic("user"), dynamic("item"))

@@ -1,10 +1,13 @@
 """Fuzzing, guided by coverage (atheris): bytes of all kinds for everything that reads bytes.
 
-    python -m trust.fuzz                                every target, an hour each
+    python -m trust.fuzz                                until every target has had an hour
     python -m trust.fuzz --target dump-v2 --seconds 60
     python -m trust.fuzz --replay                       the kept inputs once, and a few mutations of them
+    python -m trust.fuzz --told                         what has run so far, for docs/reliability.md
 
-Inputs that reached new code are kept in trust/corpus/TARGET.zip. A finding stops its target; the input is
+Targets take turns, those that have run least first. trust/corpus/ran.json has the CPU seconds, inputs and
+findings of each in all, so a run that was stopped goes on where it was. Inputs that reached new code are
+kept: all in build/fuzz, the smallest in trust/corpus/TARGET.zip. A finding ends the turn, and its input is
 written to build/fuzz/TARGET-*.
 """
 
@@ -14,21 +17,29 @@ import argparse
 import hashlib
 import importlib.util
 import io
+import json
+import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CORPUS = Path(__file__).parent / "corpus"
+RAN = CORPUS / "ran.json"
+TOLD, TOLD_IN = "| target |", ROOT / "docs" / "reliability.md"
 FINDINGS = ROOT / "build" / "fuzz"
 MOST_BYTES = 4096  # of an input
 MOST_KEPT = 300  # inputs of a target
-INPUT_SECONDS = 20
+MOST_KEPT_BYTES = 100_000
+TURN_SECONDS = 600
+INPUT_SECONDS = 20  # of CPU time
+STUCK_SECONDS = 300  # by the clock, which goes on while others have the CPU
 MEMORY_MB = 3000
+MEMORY = "/dev/shm"  # an input is a folder of files that are synced
 
 
 def kept(name: str) -> list[bytes]:
@@ -42,12 +53,48 @@ def kept(name: str) -> list[bytes]:
 
 def keep(name: str, inputs: list[bytes]) -> None:
     """Replaces the corpus of a target; the same inputs give the same bytes."""
-    buffer = io.BytesIO()
+    buffer, left = io.BytesIO(), MOST_KEPT_BYTES
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for data in sorted(set(inputs), key=lambda d: (len(d), d))[:MOST_KEPT]:
+            left -= len(data)
+            if left < 0:
+                break
             archive.writestr(zipfile.ZipInfo(hashlib.sha1(data).hexdigest()), data)
     CORPUS.mkdir(exist_ok=True)
     (CORPUS / f"{name}.zip").write_bytes(buffer.getvalue())
+
+
+def ran() -> dict[str, dict[str, Any]]:
+    """CPU seconds, inputs and findings of each target in all."""
+    return json.loads(RAN.read_text()) if RAN.exists() else {}
+
+
+def count(name: str, seconds: float, inputs: int, finding: str | None) -> None:
+    """Adds a turn of a target."""
+    every = ran()
+    own = every.setdefault(name, {"seconds": 0, "inputs": 0, "findings": []})
+    own["seconds"] += round(seconds)
+    own["inputs"] += inputs
+    own["findings"] += [finding] if finding else []
+    new = RAN.with_suffix(".new")
+    new.write_text(json.dumps(dict(sorted(every.items())), indent=1) + "\n")
+    new.replace(RAN)  # a run that is killed leaves the old one whole
+
+
+def told() -> str:
+    """A table of what has run."""
+    lines = [f"{TOLD} CPU seconds | inputs | findings |", "|---|---|---|---|"]
+    for name, own in ran().items():
+        findings = ", ".join(own["findings"]) or "none"
+        lines.append(f"| {name} | {own['seconds']:,} | {own['inputs']:,} | {findings} |")
+    return "\n".join(lines)
+
+
+def write_told() -> None:
+    """Puts the table in the place of the one in the documentation."""
+    text = TOLD_IN.read_text()
+    begin = text.index(TOLD)
+    TOLD_IN.write_text(text[:begin] + told() + text[text.index("\n\n", begin) :])
 
 
 def fuzz_here(name: str, corpus: Path, seconds: int) -> None:
@@ -59,31 +106,46 @@ def fuzz_here(name: str, corpus: Path, seconds: int) -> None:
     target = TARGETS[name]
     for data in [*target.seeds(), *kept(name)]:
         (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
-    flags = [f"-max_total_time={seconds}", f"-timeout={INPUT_SECONDS}", f"-rss_limit_mb={MEMORY_MB}"]
+    flags = [f"-max_total_time={seconds}", f"-timeout={STUCK_SECONDS}", f"-rss_limit_mb={MEMORY_MB}"]
     flags += [f"-max_len={MOST_BYTES}", f"-artifact_prefix={FINDINGS}/{name}-", "-print_final_stats=1"]
-    atheris.Setup([sys.argv[0], str(corpus), *flags], target.try_input)
+
+    def too_slow(*_: object) -> None:
+        raise AssertionError(f"an input of {name} takes more than {INPUT_SECONDS} s")
+
+    def try_input(data: bytes) -> None:
+        signal.setitimer(signal.ITIMER_PROF, INPUT_SECONDS)
+        target.try_input(data)
+
+    signal.signal(signal.SIGPROF, too_slow)
+    atheris.Setup([sys.argv[0], str(corpus), *flags], try_input)
     atheris.Fuzz()
 
 
 def fuzz(name: str, seconds: int) -> str:
-    """One target in a process of its own; returns what happened, in a line."""
-    FINDINGS.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "trust.fuzz", "--child", folder, "--target", name]
-        process = subprocess.run(
-            [*command, "--seconds", str(seconds)],
-            cwd=ROOT,
-            capture_output=True,
-            timeout=seconds + 600,
-        )
-        text = process.stderr.decode(errors="replace")
-        runs = [line.split()[-1] for line in text.splitlines() if "number_of_executed_units" in line]
-        keep(name, [path.read_bytes() for path in Path(folder).iterdir()])
-        inputs = f"{int(runs[-1]):,} inputs" if runs else "no count of inputs"
-        if process.returncode == 0:
-            return f"{name:<24}{inputs}, no finding"
-        (FINDINGS / f"{name}.log").write_text(text)
-        return f"{name:<24}{inputs}, FINDING: see {FINDINGS / name}.log"
+    """A turn of one target in a process of its own; returns what happened, in a line."""
+    folder = FINDINGS / "corpus" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {path.name for path in FINDINGS.glob(f"{name}-*")}
+    command = [sys.executable, "-m", "trust.fuzz", "--child", str(folder), "--target", name]
+    command += ["--seconds", str(seconds)]
+    environment = {**os.environ, "TMPDIR": MEMORY} if os.path.isdir(MEMORY) else None
+    with (FINDINGS / f"{name}.log").open("w+", errors="replace") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log.seek(0)
+        text = log.read()
+    counts = [line.split()[-1] for line in text.splitlines() if "number_of_executed_units" in line]
+    inputs = int(counts[-1]) if counts else 0
+    keep(name, [path.read_bytes() for path in folder.iterdir()])
+    finding = None
+    if process.returncode:
+        new = sorted({path.name for path in FINDINGS.glob(f"{name}-*")} - known)
+        finding = " ".join(new) or f"exit code {process.returncode}"
+    cpu_seconds = used.ru_utime + used.ru_stime
+    count(name, cpu_seconds, inputs, finding)
+    end = f"FINDING {finding}: see {FINDINGS / name}.log" if finding else "no finding"
+    return f"{name:<24}{inputs:,} inputs in {cpu_seconds:.0f} s of CPU time, {end}"
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -134,7 +196,8 @@ def replay(name: str, mutations: int) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", action="append", help="its name; may be repeated (default: all)")
-    parser.add_argument("--seconds", type=int, default=3600, help="for each target")
+    parser.add_argument("--seconds", type=int, default=3600, help="CPU time of each target in all")
+    parser.add_argument("--told", action="store_true", help="write what has run so far")
     parser.add_argument("--replay", action="store_true", help="without atheris")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -148,14 +211,25 @@ def main(arguments: list[str] | None = None) -> int:
         for name in names:
             print(f"{name:<24}{replay(name, mutations=500):,} inputs, no finding", flush=True)
         return 0
+    if options.told:
+        write_told()
+        return 0
     if importlib.util.find_spec("atheris") is None:
         print("atheris is missing: pip install atheris", file=sys.stderr)
         return 2
-    found = []
-    for name in names:
-        found.append(fuzz(name, options.seconds))
-        print(found[-1], flush=True)
-    return 1 if any("FINDING" in line for line in found) else 0
+    broken = 0
+    while names:
+        had = {name: ran().get(name, {"seconds": 0})["seconds"] for name in names}
+        name = min(names, key=had.__getitem__)
+        if had[name] >= options.seconds:
+            break
+        told = fuzz(name, max(1, min(TURN_SECONDS, options.seconds - had[name])))
+        print(told, flush=True)
+        if "FINDING" in told:  # it would come again
+            names.remove(name)
+            broken += 1
+        write_told()
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

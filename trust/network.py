@@ -16,6 +16,7 @@ Needs root, for network namespaces.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,9 +24,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from torch.distributed import run as torchrun
 
 from trust import hosts
 from trust import training_job as job
@@ -44,25 +47,29 @@ CUT_AT = 4  # the step; the first dump is after step 2
 
 
 class Torchrun:
-    """torchrun on both hosts, one rank or more on each."""
+    """torchrun on both hosts, one rank or more on each. Forked: it need not import torch again."""
 
     def __init__(self, both: hosts.Hosts, folder: Path, ranks_each: int) -> None:
         self._folder, self._world = folder, 2 * ranks_each
         for rank in range(self._world):
             (folder / f"said-{rank}").write_text("")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        self._programs = []
-        for which in hosts.ADDRESSES:
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--max-restarts=0"]
-            command += [f"--nproc-per-node={ranks_each}", "--rdzv-backend=c10d", "--rdzv-id=job"]
-            command += [f"--rdzv-endpoint={hosts.ADDRESSES['a']}:{RENDEZVOUS_PORT}"]
-            # torchrun would compare the endpoint with the name of the machine, which both have.
-            command += [f"--rdzv-conf=is_host={int(which == 'a')}", f"--local-addr={hosts.ADDRESSES[which]}"]
-            command += ["-m", "trust.training_job", str(folder), str(GROUP_SECONDS)]
-            with open(folder / f"log-{which}", "ab") as log:
-                self._programs.append(
-                    both.start(which, command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-                )
+        self._running = {
+            both.fork(which, partial(self._start, which, ranks_each)) for which in hosts.ADDRESSES
+        }
+
+    def _start(self, which: str, ranks_each: int) -> None:
+        os.setsid()
+        log = os.open(self._folder / f"log-{which}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(ROOT)
+        os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        arguments = ["--nnodes=2", f"--nproc-per-node={ranks_each}", "--max-restarts=0"]
+        arguments += ["--rdzv-backend=c10d", "--rdzv-id=job"]
+        arguments += [f"--rdzv-endpoint={hosts.ADDRESSES['a']}:{RENDEZVOUS_PORT}"]
+        # torchrun would compare the endpoint with the name of the machine, which both have.
+        arguments += [f"--rdzv-conf=is_host={int(which == 'a')}", f"--local-addr={hosts.ADDRESSES[which]}"]
+        torchrun.main([*arguments, "-m", "trust.training_job", str(self._folder), str(GROUP_SECONDS)])
 
     def said(self) -> list[list[tuple[float, str]]]:
         """By rank: (time, what)."""
@@ -75,8 +82,7 @@ class Torchrun:
     def wait(self, done: Callable[[list[list[tuple[float, str]]]], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not done(self.said()):
-            ended = all(program.poll() is not None for program in self._programs)
-            if ended or time.monotonic() > deadline:
+            if not self._still_running() or time.monotonic() > deadline:
                 logs = "".join(
                     (self._folder / f"log-{which}").read_text()[-1500:] for which in hosts.ADDRESSES
                 )
@@ -84,11 +90,16 @@ class Torchrun:
                 raise AssertionError(f"the ranks do not come on: {last}\n{logs}")
             time.sleep(0.05)
 
+    def _still_running(self) -> set[int]:
+        self._running -= {program for program in self._running if os.waitpid(program, os.WNOHANG)[0]}
+        return self._running
+
     def stop(self) -> None:
-        for program in self._programs:
-            if program.poll() is None:
-                os.killpg(program.pid, signal.SIGKILL)
-            program.wait()
+        for program in self._still_running():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program, signal.SIGKILL)
+            os.kill(program, signal.SIGKILL)  # before it had a group of its own
+            os.waitpid(program, 0)
 
 
 def have_ended(said: list[list[tuple[float, str]]]) -> bool:

@@ -42,12 +42,15 @@ void AdmissionFilter::Reserve(int64_t keys) {
     const size_t size = entries_.size();
     entries_.resize(2 * size);
     std::copy_n(entries_.begin(), size, entries_.begin() + static_cast<std::ptrdiff_t>(size));
+    if (changes_.is_on()) changes_.Track(counters().size(), /*from_zero=*/true);
   }
 }
 
 uint16_t* AdmissionFilter::Bucket(uint64_t hash) {
   const size_t buckets = entries_.size() / kEntriesPerBucket;
-  return entries_.data() + (hash & (buckets - 1)) * kEntriesPerBucket;
+  const size_t first = (hash & (buckets - 1)) * kEntriesPerBucket;
+  changes_.Mark(first * sizeof(uint16_t));
+  return entries_.data() + first;
 }
 
 const uint16_t* AdmissionFilter::Bucket(uint64_t hash) const {
@@ -106,6 +109,17 @@ std::vector<uint16_t> AdmissionFilter::Save() const {
   return saved;
 }
 
+bool AdmissionFilter::Apply(const TakenCounters& taken) {
+  if (taken.header.size() != 1 || taken.header[0] != threshold_) return false;
+  const size_t size = taken.bytes / sizeof(uint16_t);
+  const bool fits = size >= kFirstBuckets * kEntriesPerBucket && std::has_single_bit(size);
+  if (taken.from_zero ? !fits : size != entries_.size()) return false;
+  entries_.resize(size);
+  taken.Apply(counters());
+  if (changes_.is_on()) changes_.Track(counters().size(), /*from_zero=*/true);
+  return true;
+}
+
 bool AdmissionFilter::Restore(std::span<const uint16_t> saved) {
   const size_t size = saved.empty() ? 0 : saved.size() - 1;
   if (size < kFirstBuckets * kEntriesPerBucket || !std::has_single_bit(size)) {
@@ -116,6 +130,7 @@ bool AdmissionFilter::Restore(std::span<const uint16_t> saved) {
   }
   if (saved[0] != threshold_) return false;
   entries_.assign(saved.begin() + 1, saved.end());
+  if (changes_.is_on()) changes_.Track(counters().size(), /*from_zero=*/true);
   return true;
 }
 

@@ -97,6 +97,10 @@ struct Packing {
 
 void Validate(const BagBatch& bags, const BagOwners& owners) {
   RequireWorld(owners.world);
+  if (owners.self >= owners.world) {
+    throw InvalidArgument("self should be below world (" + std::to_string(owners.world) +
+                          ") but is: " + std::to_string(owners.self));
+  }
   RequireBatchSize(bags.keys.size());
   ValidateOffsets(bags.offsets, static_cast<int64_t>(bags.keys.size()));
   const auto count = static_cast<int64_t>(bags.offsets.size()) - 1;
@@ -146,10 +150,14 @@ PackedBags PackBags(const BagBatch& bags, const BagOwners& owners) {
   }
   packed.messages = RecycledBuffer(static_cast<size_t>(total));
   auto* message = packed.messages.as<std::byte>();
+  std::byte* const own = message + total - packed.bytes[owners.self];
   for (size_t rank = 0; rank < world; ++rank) {
-    packing.parts.emplace_back(message, packed.keys[rank], weighted);
-    message += packed.bytes[rank];
-    if (packed.bytes[rank] > 0) std::memset(message - 4, 0, 4);  // the padding, if there is any
+    std::byte* const begin = rank == owners.self ? own : message;
+    packing.parts.emplace_back(begin, packed.keys[rank], weighted);
+    if (packed.bytes[rank] > 0) {
+      std::memset(begin + packed.bytes[rank] - 4, 0, 4);  // the padding, if there is any
+    }
+    if (rank != owners.self) message += packed.bytes[rank];
   }
   ParallelFor(bags.features, [&](int64_t feature) {
     packing.Write(feature, numbers[static_cast<size_t>(feature)]);
@@ -161,18 +169,19 @@ void UnpackBags(const ArrivedBags& arrived, int64_t* offsets, int64_t* keys, flo
   const auto senders = arrived.keys.size();
   const bool weighted = weights != nullptr;
   std::vector<Parts> parts;
-  int64_t bytes = 0, all_samples = 0;
-  // Only read: the messages stay as they are.
-  auto* const base = const_cast<std::byte*>(arrived.messages.data());
+  int64_t all_samples = 0;
   for (size_t sender = 0; sender < senders; ++sender) {
-    parts.emplace_back(base + bytes, arrived.keys[sender], weighted);
-    bytes +=
+    const std::span<const std::byte> message = arrived.messages[sender];
+    const int64_t bytes =
         BagMessageBytes(arrived.keys[sender], arrived.features, arrived.samples[sender], weighted);
+    if (bytes != std::ssize(message)) {
+      throw InvalidArgument("the message of rank " + std::to_string(sender) + " should have " +
+                            std::to_string(bytes) +
+                            " bytes but has: " + std::to_string(message.size()));
+    }
+    // Only read: the messages stay as they are.
+    parts.emplace_back(const_cast<std::byte*>(message.data()), arrived.keys[sender], weighted);
     all_samples += arrived.samples[sender];
-  }
-  if (bytes != std::ssize(arrived.messages)) {
-    throw InvalidArgument("messages should have " + std::to_string(bytes) +
-                          " bytes but have: " + std::to_string(arrived.messages.size()));
   }
   const auto features = static_cast<size_t>(arrived.features);
   // features x senders: the keys of a feature, then where they begin in their message.

@@ -12,14 +12,29 @@
 
 namespace embstore {
 
+// Victims come from classes of 128 keys or more, so newcomers would crowd buckets that are smaller.
+KeyIndexOptions Table::IndexOptions(const TableOptions& options, int64_t max_capacity) {
+  constexpr int64_t kLeast = 128, kStep = 16;
+  KeyIndexOptions index = options.index;
+  index.max_capacity = max_capacity;
+  if (index.bucket_capacity >= kStep && index.bucket_capacity % kStep == 0) {  // else it is refused
+    const int64_t all = (max_capacity + kStep - 1) / kStep * kStep;
+    index.bucket_capacity = std::max(index.bucket_capacity, std::clamp(all, kStep, kLeast));
+  }
+  return index;
+}
+
 int64_t Table::FullBytes(const TableOptions& options) {
   constexpr int64_t kMarkBytes = 3, kUsesBytes = 4;  // stamps_, dirty_, changes_; uses_
   const int64_t rows = options.index.max_capacity;
   const int64_t row_bytes =
       RowStride(options) + kMarkBytes + (options.evict_least_used ? kUsesBytes : 0);
-  int64_t bytes = static_cast<int64_t>(KeyIndex::FullBytes(options.index)) +
+  int64_t bytes = static_cast<int64_t>(KeyIndex::FullBytes(IndexOptions(options, rows))) +
                   (rows + options.shared_rows) * row_bytes;
   if (options.admit_by_frequency) bytes += FrequencySketch::BytesFor(SketchKeys(rows));
+  if (options.score_strategy != ScoreStrategy::kNoEviction) {
+    bytes += VictimQueues::BytesFor(ClassBits(options, rows));
+  }
   if (options.admission_threshold > 0) bytes += AdmissionFilter::BytesFor(kTrackedPerRow * rows);
   return bytes;
 }
@@ -51,8 +66,7 @@ void Table::SetMaxCapacity(int64_t rows) {
       number[static_cast<size_t>(row)] = static_cast<Row>(free++);
     }
   }
-  KeyIndexOptions options = options_.index;
-  options.max_capacity = rows;
+  KeyIndexOptions options = IndexOptions(options_, rows);
   options.init_capacity = std::clamp<int64_t>(keys, 1, rows);
   KeyIndex index(options);
   index.Reserve(keys);
@@ -63,8 +77,8 @@ void Table::SetMaxCapacity(int64_t rows) {
   index_ = std::move(index);
   options_.index.max_capacity = row_limit_ = rows;
   if (miss_sampler_) miss_sampler_->set_window(MissWindow());
-  class_bits_ = ClassBits(rows);
-  floors_.clear();
+  class_bits_ = ClassBits(options_, rows);
+  queues_.reset();
   if (sketch_ && sketch_->bytes() != FrequencySketch::BytesFor(SketchKeys(rows))) sketch_.reset();
   if (snapshot_) return;
   for (int64_t from = used; from < std::ssize(number); ++from) {

@@ -69,6 +69,7 @@ std::vector<int64_t> Table::OldKeys(uint64_t min_score) const {
 void Table::ExpireOld(uint64_t now) {
   if (options_.ttl == 0 || now <= options_.ttl) return;
   expired_below_ = now - options_.ttl;
+  if (counts_apart()) ForgetVictims();  // what has expired is worth less
   const uint64_t period = std::max<uint64_t>(options_.ttl / kSweepsPerLifetime, 1);
   if (now / period == swept_) return;
   Sweep(expired_below_);

@@ -21,7 +21,9 @@ uint16_t TagOf(uint64_t hash) { return static_cast<uint16_t>(hash >> 48); }
 }  // namespace
 
 FrequencySketch::FrequencySketch(int64_t keys, uint64_t seed)
-    : secret_(SecretOf(seed ^ 0x9e3779b97f4a7c15ULL)), buckets_(BucketsFor(keys), Bucket{}) {}
+    : secret_(SecretOf(seed ^ 0x9e3779b97f4a7c15ULL)),
+      count_(BucketsFor(keys)),
+      buffer_(count_ * sizeof(Bucket)) {}
 
 size_t FrequencySketch::BucketsFor(int64_t keys) {
   return std::bit_ceil(static_cast<size_t>(std::max<int64_t>(keys / kEntries, 1)));
@@ -32,7 +34,8 @@ int64_t FrequencySketch::BytesFor(int64_t keys) {
 }
 
 FrequencySketch::Bucket& FrequencySketch::Aged(uint64_t hash, int64_t half_life) {
-  Bucket& bucket = buckets_[BucketOf(hash)];
+  Bucket& bucket = buckets()[BucketOf(hash)];
+  changes_.Mark(BucketOf(hash) * sizeof(Bucket));
   const auto now = static_cast<uint32_t>(half_life);
   if (bucket.half_life == now) return bucket;
   const float factor = std::ldexp(1.0f, -static_cast<int>(std::min(now - bucket.half_life, 200u)));
@@ -41,45 +44,52 @@ FrequencySketch::Bucket& FrequencySketch::Aged(uint64_t hash, int64_t half_life)
   return bucket;
 }
 
+// Without branches on the entries, which the processor could not predict.
+int FrequencySketch::Find(const Bucket& bucket, uint16_t tag) {
+  uint32_t found = 0;
+  for (int i = 0; i < kEntries; ++i) {
+    found |= static_cast<uint32_t>((bucket.tags[i] == tag) & (bucket.sums[i] != 0)) << i;
+  }
+  return found ? std::countr_zero(found) : -1;
+}
+
 double FrequencySketch::Add(int64_t key, double amount, int64_t half_life) {
   const uint64_t hash = Hash(key);
   Bucket& bucket = Aged(hash, half_life);
   const uint16_t tag = TagOf(hash);
-  int smallest = 0;
-  for (int i = 0; i < kEntries; ++i) {
-    if (bucket.tags[i] == tag && bucket.sums[i] != 0) {
-      const double sum = Widen(bucket.sums[i]) + amount;
-      bucket.sums[i] = Narrow(static_cast<float>(sum));
-      return sum;
-    }
-    if (bucket.sums[i] < bucket.sums[smallest]) smallest = i;
+  if (const int at = Find(bucket, tag); at >= 0) {
+    const double sum = Widen(bucket.sums[at]) + amount;
+    bucket.sums[at] = Narrow(static_cast<float>(sum));
+    return sum;
   }
-  bucket.tags[smallest] = tag;
-  bucket.sums[smallest] = Narrow(static_cast<float>(amount));
+  uint32_t smallest = UINT32_MAX;  // a sum, and its place
+  for (uint32_t i = 0; i < kEntries; ++i) {
+    smallest = std::min(smallest, static_cast<uint32_t>(bucket.sums[i]) << 4 | i);
+  }
+  bucket.tags[smallest % 16] = tag;
+  bucket.sums[smallest % 16] = Narrow(static_cast<float>(amount));
   return amount;
 }
 
 double FrequencySketch::Take(int64_t key, int64_t half_life) {
   const uint64_t hash = Hash(key);
   Bucket& bucket = Aged(hash, half_life);
-  for (int i = 0; i < kEntries; ++i) {
-    if (bucket.tags[i] != TagOf(hash) || bucket.sums[i] == 0) continue;
-    const double sum = Widen(bucket.sums[i]);
-    bucket.sums[i] = 0;
-    return sum;
-  }
-  return 0.0;
+  const int at = Find(bucket, TagOf(hash));
+  if (at < 0) return 0.0;
+  const double sum = Widen(bucket.sums[at]);
+  bucket.sums[at] = 0;
+  return sum;
 }
 
 std::vector<uint16_t> FrequencySketch::Save() const {
-  std::vector<uint16_t> saved(buckets_.size() * sizeof(Bucket) / sizeof(uint16_t));
-  std::memcpy(saved.data(), buckets_.data(), buckets_.size() * sizeof(Bucket));
+  std::vector<uint16_t> saved(count_ * sizeof(Bucket) / sizeof(uint16_t));
+  std::memcpy(saved.data(), buffer_.data(), count_ * sizeof(Bucket));
   return saved;
 }
 
 bool FrequencySketch::Restore(std::span<const uint16_t> saved) {
-  if (saved.size_bytes() != buckets_.size() * sizeof(Bucket)) return false;
-  std::memcpy(buckets_.data(), saved.data(), saved.size_bytes());
+  if (saved.size_bytes() != count_ * sizeof(Bucket)) return false;
+  std::memcpy(buffer_.data(), saved.data(), saved.size_bytes());
   return true;
 }
 

@@ -107,16 +107,52 @@ void ValidateRequest(const GradientRequest& request) {
   ValidateLayout(request.pooling, request.offsets, request.slots->size(), request.gradients);
 }
 
-}  // namespace
-
-void ApplyGradients(std::span<const GradientRequest> requests) {
-  for (const GradientRequest& request : requests) ValidateRequest(request);
+// Returns the tables, in the order in which they are locked.
+std::vector<Table*> ValidateRequests(std::span<const GradientRequest> requests) {
   std::vector<Table*> tables;
-  for (const GradientRequest& request : requests) tables.push_back(&request.slots->table());
+  for (const GradientRequest& request : requests) {
+    ValidateRequest(request);
+    tables.push_back(&request.slots->table());
+  }
   std::sort(tables.begin(), tables.end());
   if (std::adjacent_find(tables.begin(), tables.end()) != tables.end()) {
     throw InvalidArgument("requests should name each table once");
   }
+  return tables;
+}
+
+// Fills in the rows of a list; returns how many keys were not there.
+int64_t FindForUpdate(Table& table, std::span<const int64_t> keys, const SlotList& list,
+                      bool renew_scores) {
+  const auto n = static_cast<int64_t>(keys.size());
+  int64_t missing = 0;
+  if (table.store() || renew_scores) {
+    std::unique_lock guard(table.lock());
+    table.RequireOpen();
+    if (table.store()) table.BringUp(keys, list.rows());
+    if (renew_scores) table.FindAll(keys, list.rows(), table.NextBatchScore(n));
+    // Counted now: another thread may erase keys later, which rewrites the list.
+    missing = std::count(list.rows(), list.rows() + n, kMissingRow);
+  } else {
+    std::shared_lock guard(table.lock());
+    table.RequireOpen();
+    table.FindAll(keys, list.rows(), {ScoreUpdate::kKeep, 0});
+    missing = std::count(list.rows(), list.rows() + n, kMissingRow);
+  }
+  if (missing > 0 && table.has_shared_rows()) {
+    std::shared_lock guard(table.lock());
+    for (int64_t i = 0; i < n; ++i) {
+      Row& row = list.rows()[i];
+      if (row == kMissingRow) row = table.SharedRow(keys[static_cast<size_t>(i)]);
+    }
+  }
+  return missing;
+}
+
+}  // namespace
+
+void ApplyGradients(std::span<const GradientRequest> requests) {
+  const std::vector<Table*> tables = ValidateRequests(requests);
   std::vector<std::unique_lock<RwLock>> guards;
   for (Table* table : tables) guards.emplace_back(table->lock());
   for (Table* table : tables) table->RequireOpen();
@@ -139,7 +175,9 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     Table& table = work->request->slots->table();
     const int64_t* keys = work->request->slots->keys();
     if (table.watched() || table.tracks_dirty()) {
+      constexpr size_t kAhead = 16;
       for (size_t i = 0; i < sorted.size(); ++i) {
+        if (i + kAhead < sorted.size()) __builtin_prefetch(keys + sorted[i + kAhead].index);
         if (i > 0 && sorted[i].row == sorted[i - 1].row) continue;
         const auto row = static_cast<Row>(sorted[i].row);
         if (table.watched()) table.BeforeChange(keys[sorted[i].index], row);
@@ -227,40 +265,34 @@ void WeightGradients(const GradientRequest& request, float* out) {
   }
 }
 
+int64_t ApplyGradientsByKey(std::span<const KeyGradients> requests, bool renew_scores) {
+  std::vector<std::unique_ptr<SlotList>> lists;
+  std::vector<GradientRequest> found;
+  for (const KeyGradients& request : requests) {
+    RequireBatchSize(request.keys.size());
+    lists.push_back(std::make_unique<SlotList>(request.table, request.keys));
+    GradientRequest& by_slot = found.emplace_back();
+    by_slot.slots = lists.back().get();
+    by_slot.pooling = request.offsets.empty() ? Pooling::kNone : Pooling::kSum;
+    by_slot.offsets = request.offsets;
+    by_slot.gradients = request.gradients;
+    by_slot.step = request.step;
+  }
+  ValidateRequests(found);
+  int64_t missing = 0;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    missing += FindForUpdate(*requests[i].table, requests[i].keys, *lists[i], renew_scores);
+  }
+  // Between the two locks the lists pin their rows, and forget those that are taken.
+  ApplyGradients(found);
+  return missing;
+}
+
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                             const VectorsView& gradients, const StepOptions& step,
                             bool renew_scores) {
-  RequireBatchSize(keys.size());
-  const auto n = static_cast<int64_t>(keys.size());
-  const SlotList list(table.shared_from_this(), keys);
-  int64_t missing = 0;
-  if (table.store() || renew_scores) {
-    std::unique_lock guard(table.lock());
-    table.RequireOpen();
-    if (table.store()) table.BringUp(keys, list.rows());
-    if (renew_scores) table.FindAll(keys, list.rows(), table.NextBatchScore(n));
-    // Counted now: another thread may erase keys later, which rewrites the list.
-    missing = std::count(list.rows(), list.rows() + n, kMissingRow);
-  } else {
-    std::shared_lock guard(table.lock());
-    table.RequireOpen();
-    table.FindAll(keys, list.rows(), {ScoreUpdate::kKeep, 0});
-    missing = std::count(list.rows(), list.rows() + n, kMissingRow);
-  }
-  if (missing > 0 && table.has_shared_rows()) {
-    std::shared_lock guard(table.lock());
-    for (int64_t i = 0; i < n; ++i) {
-      Row& row = list.rows()[i];
-      if (row == kMissingRow) row = table.SharedRow(keys[static_cast<size_t>(i)]);
-    }
-  }
-  // Between the two locks the list pins its rows, and forgets those that are taken.
-  GradientRequest request;
-  request.slots = &list;
-  request.gradients = gradients;
-  request.step = step;
-  ApplyGradients({&request, 1});
-  return missing;
+  const KeyGradients request{table.shared_from_this(), keys, {}, gradients, step};
+  return ApplyGradientsByKey({&request, 1}, renew_scores);
 }
 
 void ApplyGradientsToShared(Table& table, std::span<const int64_t> numbers,

@@ -21,24 +21,27 @@ void InsertionSort(std::span<Occurrence> items) {
   }
 }
 
+// bits: in which rows differ, at most 32.
 void RadixSort(std::span<Occurrence> items, int bits) {
   thread_local std::vector<Occurrence> spare;
   spare.resize(std::max(spare.size(), items.size()));
   Occurrence* from = items.data();
   Occurrence* to = spare.data();
   const int passes = (bits + 7) / 8;
+  uint32_t counts[4][256];
+  std::fill_n(counts[0], 256 * passes, 0u);
+  for (const Occurrence& item : items) {
+    for (int pass = 0; pass < passes; ++pass) ++counts[pass][(item.row >> 8 * pass) & 0xff];
+  }
   for (int pass = 0; pass < passes; ++pass) {
-    const int shift = 8 * pass;
-    uint32_t counts[256] = {};
-    for (size_t i = 0; i < items.size(); ++i) ++counts[(from[i].row >> shift) & 0xff];
     uint32_t begin = 0;
-    for (uint32_t& count : counts) {
+    for (uint32_t& count : counts[pass]) {
       const uint32_t size = count;
       count = begin;
       begin += size;
     }
     for (size_t i = 0; i < items.size(); ++i) {
-      to[counts[(from[i].row >> shift) & 0xff]++] = from[i];
+      to[counts[pass][(from[i].row >> 8 * pass) & 0xff]++] = from[i];
     }
     std::swap(from, to);
   }

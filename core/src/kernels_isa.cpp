@@ -27,11 +27,15 @@ namespace {
 #include "optimizers.inc"
 #include "probe.inc"
 
-EMBSTORE_INLINE void PrefetchBytes(const void* p, int64_t bytes) {
+EMBSTORE_INLINE void PrefetchLines(const void* p, int64_t bytes) {
   const char* const begin = static_cast<const char*>(p);
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(begin + at);
-  // Rows need not start on a cache line.
-  __builtin_prefetch(begin + bytes - 1);
+}
+
+// Of what need not start on a cache line.
+EMBSTORE_INLINE void PrefetchBytes(const void* p, int64_t bytes) {
+  PrefetchLines(p, bytes);
+  __builtin_prefetch(static_cast<const char*>(p) + bytes - 1);
 }
 
 // Calls f with a null pointer to the element type.
@@ -101,12 +105,18 @@ void GatherAs(const RowsView& rows, const Row* numbers, int64_t n, const float* 
               int64_t out_stride) {
   const int64_t dim = kDim > 0 ? kDim : rows.dim;
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
+  const int64_t out_bytes = dim * static_cast<int64_t>(sizeof(U));
+  const bool whole_lines = row_bytes % kLine == 0 && rows.stride_bytes % kLine == 0;
   const int64_t ahead = ItemsAhead(8192, row_bytes, 4, 32);
+  const int64_t out_ahead = ItemsAhead(4096, out_bytes, 4, 32);
   for (int64_t i = 0; i < n; ++i) {
     if (i + ahead < n && numbers[i + ahead] >= 0) {
-      PrefetchBytes(RowAt<T>(rows, numbers[i + ahead]), row_bytes);
+      const T* const row = RowAt<T>(rows, numbers[i + ahead]);
+      whole_lines ? PrefetchLines(row, row_bytes) : PrefetchBytes(row, row_bytes);
     }
     U* const target = out + i * out_stride;
+    // Stores wait for their lines in order, in a store buffer that holds a dozen rows.
+    if (!kStream && i + out_ahead < n) PrefetchLines(target + out_ahead * out_stride, out_bytes);
     if (numbers[i] >= 0) [[likely]] {
       if constexpr (kStream) {
         StreamRow<kDim>(RowAt<const T>(rows, numbers[i]), target);

@@ -74,8 +74,7 @@ KeyIndex::KeyIndex(const KeyIndexOptions& options)
     : bucket_capacity_(options.bucket_capacity),
       max_capacity_(options.max_capacity),
       max_load_factor_(options.max_load_factor),
-      secret_(SecretOf(options.seed)),
-      overflow_secret_(SecretOf(~options.seed)) {
+      secret_(SecretOf(options.seed)) {
   Check(bucket_capacity_ >= 16 && bucket_capacity_ <= 16384 && bucket_capacity_ % 16 == 0,
         "bucket_capacity", "a multiple of 16 between 16 and 16384",
         static_cast<double>(bucket_capacity_));
@@ -132,8 +131,9 @@ IndexView KeyIndex::view() const {
   view.grown = grown_;
   view.bucket_groups = bucket_groups_;
   view.block_bits = block_bits_;
-  view.overflow = overflow_.empty() ? nullptr : overflow_.data();
-  view.overflow_mask = overflow_.size() - 1;
+  view.overflow = overflow_.data();
+  view.overflow_places = overflow_.empty() ? nullptr : overflow_places_.data();
+  view.overflow_mask = overflow_places_.size() - 1;
   view.overflow_secret = overflow_secret_;
   return view;
 }
@@ -159,8 +159,9 @@ void KeyIndex::CheckInvariants() const {
     RequireInvariant(Find(entry.key) == slot, "a key is found where it lies");
   });
   RequireInvariant(used == size_, "size() counts the keys");
-  RequireInvariant(aside == overflow_used_, "overflow_size() counts the keys aside");
-  RequireInvariant(2 * aside <= std::ssize(overflow_), "half of the overflow area is free");
+  const auto free = std::count(overflow_places_.begin(), overflow_places_.end(), 0u);
+  RequireInvariant(aside + free == std::ssize(overflow_places_), "each key aside has one place");
+  RequireInvariant(aside <= free, "half of the overflow area is free");
   const auto is_free = [](uint64_t score) { return score == 0; };
   const auto check = [](Slot, const IndexEntry& entry) {
     RequireInvariant(entry.key == 0, "the key of a free slot is 0");
@@ -168,11 +169,6 @@ void KeyIndex::CheckInvariants() const {
   const auto [gap_begin, gap_end] = Gap();
   VisitScores(0, gap_begin, is_free, check);
   VisitScores(gap_end, static_cast<Slot>(slots()), is_free, check);
-}
-
-int64_t KeyIndex::StripeOf(uint64_t hash) const {
-  // While growth splits stripes in two, both halves count as one.
-  return static_cast<int64_t>(embstore::StripeOf(hash, not_grown_ ? before_ : grown_));
 }
 
 KeyIndex::Stripe KeyIndex::StripeAt(uint64_t hash) const {
@@ -205,18 +201,44 @@ Slot KeyIndex::Find(int64_t key, uint64_t hash) const {
   return FindElsewhere(v, hash, key);
 }
 
-void KeyIndex::Prefetch(uint64_t hash, bool whole) const {
-  const Anchor home = HomeOf(hash, view());
-  const IndexGroup* bucket = groups() + home.bucket * bucket_groups_;
-  if (!whole) {
-    // If the home group is full, the search for a free slot starts at its block.
-    const IndexGroup* const block = bucket + (home.group >> block_bits_ << block_bits_);
-    for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
-    return;
+KeyIndex::Place KeyIndex::HomeAt(uint64_t hash) const {
+  const Anchor home = AnchorOf(hash, LayoutAt(hash).buckets, bucket_groups_);
+  return {home.bucket, home.group};
+}
+
+void KeyIndex::PrefetchHome(uint64_t hash) const {
+  const Place home = HomeAt(hash);
+  __builtin_prefetch(groups() + home.bucket * bucket_groups_ + home.group, 1);
+}
+
+void KeyIndex::Prefetch(uint64_t hash) const {
+  const Place home = HomeAt(hash);
+  // If the home group is full, the search for a free slot starts at its block.
+  const IndexGroup* const block =
+      groups() + home.bucket * bucket_groups_ + (home.group >> block_bits_ << block_bits_);
+  for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
+}
+
+void KeyIndex::PrefetchHomes(uint64_t first, uint64_t last) const {
+  const Place from = HomeAt(first), to = HomeAt(last);
+  const IndexGroup* const begin = groups() + from.bucket * bucket_groups_ + from.group;
+  const IndexGroup* const end = groups() + to.bucket * bucket_groups_ + to.group;
+  constexpr std::ptrdiff_t kMost = 96;  // more would push each other out of the L1 cache
+  for (const IndexGroup* group = begin; group <= std::min(end, begin + kMost); ++group) {
+    __builtin_prefetch(group);
   }
-  for (int64_t group = 0; group < std::min<int64_t>(bucket_groups_, 96); ++group) {
-    __builtin_prefetch(bucket + group);
+}
+
+Row KeyIndex::PeekRow(int64_t key) const {
+  const Place home = HomeAt(Hash(key));
+  const IndexGroup* const bucket = groups() + home.bucket * bucket_groups_;
+  const IndexGroup& group = bucket[home.group];
+  const int64_t at = FindInGroup(group, key);
+  if (at >= 0) return group.rows[at];
+  for (uint32_t blocks = group.away % IndexGroup::kElsewhere; blocks; blocks &= blocks - 1) {
+    __builtin_prefetch(bucket + (std::countr_zero(blocks) << block_bits_));
   }
+  return kMissingRow;
 }
 
 // Takes the free slot of the bucket that is nearest to the group. False when there is none.
@@ -271,31 +293,6 @@ bool KeyIndex::Insert(const IndexEntry& entry, uint64_t hash) {
   return InsertInto(groups(), LayoutAt(hash), entry, hash);
 }
 
-void KeyIndex::InsertAside(const IndexEntry& entry, uint64_t hash) {
-  ReserveOverflow(overflow_used_ + 1);
-  PutAside(entry);
-  CountElsewhere(groups(), LayoutAt(hash), hash);
-}
-
-void KeyIndex::ReserveOverflow(int64_t entries) {
-  if (2 * entries <= std::ssize(overflow_)) return;
-  std::vector<OverflowEntry> larger(
-      std::max<size_t>(16, std::bit_ceil(static_cast<size_t>(4 * entries))), OverflowEntry{});
-  std::swap(overflow_, larger);
-  overflow_used_ = 0;
-  for (const OverflowEntry& e : larger) {
-    if (e.score) PutAside({e.key, e.score, e.row});
-  }
-}
-
-void KeyIndex::PutAside(const IndexEntry& entry) {
-  const size_t mask = overflow_.size() - 1;
-  size_t at = KeyedHash(entry.key, overflow_secret_) & mask;
-  while (overflow_[at].score) at = (at + 1) & mask;
-  overflow_[at] = {entry.key, entry.score, entry.row};
-  ++overflow_used_;
-}
-
 void KeyIndex::Erase(Slot slot) {
   assert(score(slot) != 0);
   const int64_t key = this->key(slot);
@@ -308,17 +305,7 @@ void KeyIndex::Erase(Slot slot) {
   };
   if (slot >= kFirstOverflowSlot) {
     leave_elsewhere();
-    // Later entries move back into the hole unless that would put them before their home.
-    const size_t mask = overflow_.size() - 1;
-    auto hole = static_cast<size_t>(slot - kFirstOverflowSlot);
-    for (size_t at = (hole + 1) & mask; overflow_[at].score; at = (at + 1) & mask) {
-      const size_t wanted = KeyedHash(overflow_[at].key, overflow_secret_) & mask;
-      if (((at - wanted) & mask) < ((at - hole) & mask)) continue;
-      overflow_[hole] = overflow_[at];
-      hole = at;
-    }
-    overflow_[hole] = {};
-    --overflow_used_;
+    EraseAside(slot);
     return;
   }
   const int64_t group = slot / kGroup, bucket = group / bucket_groups_;
@@ -445,7 +432,7 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
 void KeyIndex::ReserveFor(std::span<const std::vector<IndexEntry>> homeless) {
   int64_t count = 0;
   for (const auto& part : homeless) count += std::ssize(part);
-  if (count) ReserveOverflow(overflow_used_ + count);
+  if (count) ReserveOverflow(overflow_size() + count);
 }
 
 void KeyIndex::PutAllAside(std::span<const std::vector<IndexEntry>> homeless, IndexGroup* groups,
@@ -492,7 +479,8 @@ void KeyIndex::Rebuild(const IndexLayout& layout) {
 void KeyIndex::Clear() {
   groups_.Clear();
   overflow_ = {};
-  size_ = overflow_used_ = 0;
+  overflow_places_ = {};
+  size_ = 0;
 }
 
 }  // namespace embstore

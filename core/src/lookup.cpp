@@ -26,7 +26,8 @@ struct Share {
 // A request in progress.
 struct Work {
   const LookupRequest* request;
-  Row* numbers;  // of its occurrences
+  Row* numbers;              // of its occurrences
+  SlotList* list = nullptr;  // of a training batch: gets the keys, and `numbers` are its rows
   BatchScore score;
   std::vector<Share> shares;
   std::vector<uint32_t> missing;  // of all shares
@@ -36,6 +37,7 @@ struct Work {
   bool around_caches = false;
 
   Work(const LookupRequest* from, Row* to) : request(from), numbers(to) {}
+  Work(const LookupRequest* from, SlotList* to) : request(from), numbers(to->rows()), list(to) {}
 
   // Whether a missing key may read something other than zero in evaluation.
   bool has_more() const {
@@ -79,14 +81,15 @@ struct Work {
       end = request->offsets[static_cast<size_t>(end)];
     }
     const auto n = static_cast<size_t>(end - begin);
-    const int64_t missing_here = request->table->FindHere(
-        request->keys.subspan(static_cast<size_t>(begin), n), numbers + begin, score);
+    const auto keys = request->keys.subspan(static_cast<size_t>(begin), n);
+    if (list) std::copy(keys.begin(), keys.end(), list->keys() + begin);
+    const int64_t missing_here = request->table->FindHere(keys, numbers + begin, score);
     share.missing.reserve(static_cast<size_t>(missing_here));
     for (int64_t i = begin; std::ssize(share.missing) < missing_here; ++i) {
       if (numbers[i] == kMissingRow) share.missing.push_back(static_cast<uint32_t>(i));
     }
     if (const MissSampler* sampler = miss_sampler()) {
-      sampler->Select(request->keys.subspan(static_cast<size_t>(begin), n), begin, share.sampled);
+      sampler->Select(keys, begin, share.sampled);
     }
     const RowsView rows = request->table->rows();
     if (pooled()) {
@@ -367,20 +370,23 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
     Run(works, access);
     return results;
   }
-  for (size_t i = 0; i < requests.size(); ++i) {
-    results[i].slots = std::make_unique<SlotList>(requests[i].table, requests[i].keys);
-  }
   const auto guards = LockAll<std::unique_lock<RwLock>>(requests);
-  for (size_t i = 0; i < requests.size(); ++i) {
-    works.emplace_back(&requests[i], results[i].slots->rows());
+  for (const LookupRequest& request : requests) request.table->RequireScore();
+  std::vector<BatchScore> scores;
+  for (const LookupRequest& request : requests) {
+    scores.push_back(request.table->NextBatchScore(std::ssize(request.keys)));
+    request.table->ExpireOld(scores.back().score);
   }
-  for (const Work& work : works) work.request->table->RequireScore();
-  for (Work& work : works) {
-    work.score = work.request->table->NextBatchScore(std::ssize(work.request->keys));
-    work.request->table->ExpireOld(work.score.score);
+  // After the guards: where a call fails, its unfinished lists go before anybody else can see them.
+  std::vector<std::unique_ptr<SlotList>> lists;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    lists.push_back(std::make_unique<SlotList>(requests[i].table, std::ssize(requests[i].keys)));
+    works.emplace_back(&requests[i], lists.back().get()).score = scores[i];
   }
   Run(works, access);
-  for (size_t i = 0; i < works.size(); ++i) results[i].refused = works[i].refused;
+  for (size_t i = 0; i < works.size(); ++i) {
+    results[i] = {std::move(lists[i]), works[i].refused};
+  }
   return results;
 }
 

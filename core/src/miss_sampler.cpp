@@ -37,7 +37,7 @@ void MissSampler::Use(std::span<const int64_t> keys, int64_t batch_keys) {
   sampled_ += std::ssize(keys);
   constexpr int64_t kEnoughToTell = 1 << 16;
   if (seen_ < kEnoughToTell) return;
-  if (sampled_ > seen_ / kSpacing && std::ssize(known_) >= 2 * kMinKeys) Halve();
+  if (sampled_ > seen_ / kSpacing && std::ssize(known_) >= kMinKeys) Halve();
   seen_ = sampled_ = 0;
 }
 
@@ -181,7 +181,8 @@ bool Table::samples_misses() const {
 MissSampler& Table::RequireMissSampler() const {
   RequireOpen();
   if (!miss_sampler_) {
-    throw InvalidState("misses of table '" + options_.name + "' should be sampled but are not");
+    throw InvalidState("misses of table '" + options_.name +
+                       "' are not sampled: call sample_misses() before training");
   }
   return *miss_sampler_;
 }

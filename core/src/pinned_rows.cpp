@@ -21,10 +21,10 @@ void PinnedRows::Remove(SlotList* list) {
 void PinnedRows::RenewAfterFork() { new (&mutex_) std::mutex; }
 
 void PinnedRows::Begin(int64_t capacity) {
-  stamps_.resize(static_cast<size_t>(capacity), 0);
+  stamps_.Grow(static_cast<size_t>(capacity));
   // Two values a call: for its own rows, and for those of others.
   if (stamp_ > UINT8_MAX - 2) {
-    std::fill(stamps_.begin(), stamps_.end(), uint8_t{0});
+    std::fill_n(stamps(), stamps_.size(), uint8_t{0});
     stamp_ = 0;
   }
   stamp_ += 2;
@@ -42,8 +42,7 @@ void PinnedRows::BeginBatch(const Row* own, int64_t capacity) {
         const Row row = list->rows()[i];
         if (row < 0) continue;
         // Several threads may stamp the same row, always with the same value.
-        std::atomic_ref<uint8_t>(stamps_[static_cast<size_t>(row)])
-            .store(value, std::memory_order_relaxed);
+        std::atomic_ref<uint8_t>(stamps()[row]).store(value, std::memory_order_relaxed);
       }
     });
   };

@@ -99,14 +99,14 @@ inline Slot FindInBlocks(const IndexView& index, const Anchor& anchor, uint32_t 
 }
 
 inline Slot FindInOverflow(const IndexView& index, int64_t key) {
-  if (!index.overflow) return kNoSlot;
+  if (!index.overflow_places) return kNoSlot;
   uint64_t at = KeyedHash(key, index.overflow_secret) & index.overflow_mask;
   for (;; at = (at + 1) & index.overflow_mask) {
-    const OverflowEntry& entry = index.overflow[at];
-    const uint64_t score =
-        std::atomic_ref(const_cast<uint64_t&>(entry.score)).load(std::memory_order_relaxed);
-    if (score == 0) return kNoSlot;
-    if (entry.key == key) return static_cast<Slot>(kFirstOverflowSlot + static_cast<Slot>(at));
+    const uint32_t number = index.overflow_places[at];
+    if (number == 0) return kNoSlot;
+    if (index.overflow[number - 1].key == key) {
+      return kFirstOverflowSlot + static_cast<Slot>(number - 1);
+    }
   }
 }
 

@@ -141,7 +141,7 @@ std::span<const KeySlot> SlotMap::Admit() {
   admitted_.reserve(count);
   constexpr size_t kAhead = 16;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) index_.Prefetch(index_.Hash(coming[i + kAhead]), /*whole=*/false);
+    if (i + kAhead < count) index_.Prefetch(index_.Hash(coming[i + kAhead]));
     const int64_t slot = TakeLowestFree();
     index_.InsertNew({coming[i], Record(first_frequency_, last_time_, slot), kMissingRow});
     admitted_.push_back({coming[i], slot});

@@ -35,11 +35,11 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes, Of of)
       of_(of),
       unread_(of == Of::kChanges ? kChanged : 0),
       table_(std::move(table)),
-      saved_(std::make_unique<SavedRows>(table_->row_bytes(), memory_bytes)),
       rest_(std::make_unique<Rest>()),
       below_(std::make_unique<KeyList>()) {
   std::unique_lock guard(table_->lock_);
   table_->RequireOpen();
+  saved_ = std::make_unique<SavedRows>(table_->row_bytes(), table_->row_capacity_, memory_bytes);
   if (of_ == Of::kChanges) {
     if (!table_->changes_) {
       throw InvalidState("changes of table '" + table_->options_.name +
@@ -132,29 +132,80 @@ void Snapshot::RethrowFailure() {
 // ---- rows of the table ----
 
 void Snapshot::Preserve(const IndexEntry& entry) {
-  for (Snapshot* at = this; at; at = at->older_) at->Save(entry);
+  for (Snapshot* at = this; at; at = at->older_) {
+    switch (at->Claim(entry.row)) {
+      case Claimed::kNow:
+        at->SaveClaimed({&entry, 1});
+        break;
+      case Claimed::kBefore:
+        at->AwaitSaved(entry.row);
+        break;
+      case Claimed::kNobody:
+        break;
+    }
+  }
 }
 
-void Snapshot::Save(const IndexEntry& entry) {
-  std::atomic_ref<uint8_t> state = mark(entry.row);
+void Snapshot::Preserve(std::span<const Slot> slots, const Row* rows) {
+  for (Snapshot* at = this; at; at = at->older_) at->SaveAll(slots, rows);
+}
+
+// First all marks, then all rows: each loop has the next cache misses under way.
+void Snapshot::SaveAll(std::span<const Slot> slots, const Row* rows) {
+  constexpr size_t kAhead = 32;
+  std::vector<IndexEntry> ours;
+  std::vector<Row> others;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (i + kAhead < slots.size()) Prefetch(rows[i + kAhead]);
+    // Most occurrences are of rows that are settled.
+    if (slots[i] == kNoSlot || IsSettledMark(ReadMark(rows[i]))) continue;
+    switch (Claim(rows[i])) {
+      case Claimed::kNow:
+        ours.push_back(table_->index_->entry(slots[i]));
+        break;
+      case Claimed::kBefore:  // by another thread, or for an earlier occurrence of this batch
+        others.push_back(rows[i]);
+        break;
+      case Claimed::kNobody:
+        break;
+    }
+  }
+  if (!ours.empty()) SaveClaimed(ours);
+  // After our own: two threads may wait for each other's rows.
+  for (const Row row : others) AwaitSaved(row);
+}
+
+Snapshot::Claimed Snapshot::Claim(Row row) {
+  std::atomic_ref<uint8_t> state = mark(row);
   uint8_t seen = state.load(std::memory_order_acquire);
-  while (!IsSettledMark(seen)) {
-    if (seen == kSaving) {  // another thread is copying this row: wait for it
-      seen = state.load(std::memory_order_acquire);
-      continue;
-    }
-    if (!state.compare_exchange_weak(seen, kSaving, std::memory_order_acq_rel)) continue;
-    try {
-      if (!failed_.load(std::memory_order_relaxed)) {
-        saved_->Add(entry.row, entry.key, entry.score, table_->uses(entry.row),
-                    table_->rows_.at(entry.row), table_->row_stride_);
+  if (seen == unread_ && state.compare_exchange_strong(seen, kSaving, std::memory_order_acq_rel)) {
+    return Claimed::kNow;
+  }
+  return IsSettledMark(seen) ? Claimed::kNobody : Claimed::kBefore;
+}
+
+void Snapshot::AwaitSaved(Row row) {
+  while (mark(row).load(std::memory_order_acquire) == kSaving) {
+  }
+}
+
+void Snapshot::SaveClaimed(std::span<const IndexEntry> entries) {
+  try {
+    if (!failed_.load(std::memory_order_relaxed)) {
+      std::vector<SavedRows::Original> rows;
+      rows.reserve(entries.size());
+      for (const IndexEntry& entry : entries) {
+        rows.push_back(
+            {entry.key, entry.score, table_->uses(entry.row), table_->rows_.at(entry.row)});
       }
-    } catch (...) {
-      Fail();
+      saved_->Add(rows, table_->row_stride_);
     }
-    // Also after a failure: other threads wait for this.
-    state.store(kSettled, std::memory_order_release);
-    return;
+  } catch (...) {
+    Fail();
+  }
+  // Also after a failure: other threads wait for this.
+  for (const IndexEntry& entry : entries) {
+    mark(entry.row).store(kSettled, std::memory_order_release);
   }
 }
 
@@ -176,32 +227,55 @@ void Snapshot::Emit(int64_t key, uint64_t score, uint32_t uses, const std::byte*
   ++out.count;
 }
 
-// Reads the next few rows. False when there are none.
+// The next few entries, or none at the end. An entry stays as it is while its mark says unread:
+// whoever changes or removes it saves it first.
+std::span<const IndexEntry> Snapshot::NextEntries(std::span<IndexEntry> room) {
+  std::lock_guard guard(walk_mutex_);
+  while (met_next_ == met_.size()) {
+    if (walk_.ended) return {};
+    met_.clear();
+    met_next_ = 0;
+    table_->index_->Advance(
+        walk_, INT64_MAX, [](const IndexEntry&) { return true; },
+        [&](const IndexEntry& entry) { met_.push_back(entry); });
+  }
+  const size_t n = std::min(room.size(), met_.size() - met_next_);
+  std::copy_n(met_.data() + met_next_, n, room.data());
+  met_next_ += n;
+  return room.first(n);
+}
+
+// Reads the next few rows. False when there are none. Stops early where a training step waits.
 bool Snapshot::Walk(Output& out, int64_t room) {
   std::shared_lock guard(table_->lock_);
   RequireReadable();
-  const auto is_unread = [&](const IndexEntry& entry) {
-    return !IsSettledMark(mark(entry.row).load(std::memory_order_relaxed));
-  };
-  std::vector<Row> numbers;
-  {
-    std::lock_guard walk_guard(walk_mutex_);
-    if (walk_.ended) return false;
-    table_->index_->Advance(walk_, std::min(room, kRowsPerHold), is_unread,
-                            [&](const IndexEntry& entry) {
-                              mark(entry.row).store(kSettled, std::memory_order_relaxed);
-                              if (entry.score < out.min_score) return;
-                              const int64_t to = out.count + std::ssize(numbers);
-                              out.keys[to] = entry.key;
-                              out.scores[to] = entry.score;
-                              if (out.uses) out.uses[to] = table_->uses(entry.row);
-                              numbers.push_back(entry.row);
-                            });
-  }
-  table_->CopyRows(numbers.data(), std::ssize(numbers),
-                   out.values ? out.values + out.count * table_->options_.dim : nullptr,
-                   out.states ? out.states + out.count * table_->state_width_ : nullptr);
-  out.count += std::ssize(numbers);
+  IndexEntry entries[kRowsPerPiece];
+  Row numbers[kRowsPerPiece];
+  int64_t walked = 0;
+  do {
+    const std::span<const IndexEntry> piece =
+        NextEntries(std::span(entries).first(std::min<size_t>(room, kRowsPerPiece)));
+    if (piece.empty()) return walked > 0;
+    for (const IndexEntry& entry : piece) Prefetch(entry.row);
+    int64_t found = 0;
+    for (const IndexEntry& entry : piece) {
+      std::atomic_ref<uint8_t> state = mark(entry.row);
+      if (IsSettledMark(state.load(std::memory_order_relaxed))) continue;
+      state.store(kSettled, std::memory_order_relaxed);
+      if (entry.score < out.min_score) continue;
+      out.keys[out.count + found] = entry.key;
+      out.scores[out.count + found] = entry.score;
+      if (out.uses) out.uses[out.count + found] = table_->uses(entry.row);
+      numbers[found++] = entry.row;
+    }
+    table_->CopyRows(numbers, found,
+                     out.values ? out.values + out.count * table_->options_.dim : nullptr,
+                     out.states ? out.states + out.count * table_->state_width_ : nullptr);
+    out.count += found;
+    room -= found;
+    walked += std::ssize(piece);
+  } while (room > 0 && walked < kRowsPerHold &&
+           (walked < kLeastRowsPerHold || !table_->lock_.IsAwaited()));
   return true;
 }
 
@@ -210,6 +284,11 @@ bool Snapshot::Walk(Output& out, int64_t room) {
 void Snapshot::ThrowLost(int64_t key) const {
   throw InvalidState(table_->below_.store().Describe() + " has lost key " + std::to_string(key) +
                      " while a snapshot was read");
+}
+
+void Snapshot::SaveBelow(int64_t key, const FetchedRow& row) {
+  const SavedRows::Original original{key, row.score, 0, row.data};
+  saved_->Add({&original, 1}, table_->stored_row_bytes());
 }
 
 void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> absent,
@@ -228,7 +307,7 @@ void Snapshot::PreserveBelow(const int64_t* keys, std::span<const uint32_t> abse
         }
         const FetchedRow row = below.Find(keys[i]);
         if (row.data) {
-          at->saved_->Add(i, keys[i], row.score, 0, row.data, table_->stored_row_bytes());
+          at->SaveBelow(keys[i], row);
         } else if (place >= 0) {
           ThrowLost(keys[i]);
         }
@@ -255,7 +334,7 @@ void Snapshot::PreserveBelow(std::span<const int64_t> keys, const FetchedRows& b
 void Snapshot::PreserveChangeBelow(int64_t key, int64_t place, const FetchedRows& below) {
   const FetchedRow row = all_preserved_ ? FetchedRow{} : below.Find(key);
   if (row.data) {
-    saved_->Add(place, key, row.score, 0, row.data, table_->stored_row_bytes());
+    SaveBelow(key, row);
     below_rows_ += place >= listed_keys_;
   } else if (place < listed_keys_) {
     ThrowLost(key);
@@ -342,6 +421,7 @@ void Snapshot::RequireReadable() const {
 
 int64_t Snapshot::rows() {
   RethrowFailure();
+  saved_->Prepare();
   List();
   std::shared_lock guard(table_->lock_);
   std::lock_guard below_guard(below_mutex_);
@@ -392,14 +472,21 @@ int64_t Snapshot::Read(int64_t max_rows, uint64_t min_score, int64_t* keys, floa
   if (of_ == Of::kChanges) List();  // counts the marks before they change
   Output out{keys, values, states, scores, uses, min_score};
   bool walked = false, all_given = false;
+  saved_->Prepare();
   while (out.count < max_rows) {
     RethrowFailure();
     {
       std::lock_guard guard(rest_mutex_);
       // Saved rows first, to free their memory soon.
       if (rest_->next == rest_->block.count()) {
-        *rest_ = {};
-        saved_->Take(rest_->block, /*full_only=*/!all_given);
+        rest_->next = 0;
+        saved_->Return(rest_->block);
+        try {
+          saved_->Take(rest_->block, /*full_only=*/!all_given);
+        } catch (...) {
+          Fail();
+          continue;
+        }
       }
       const int64_t n = std::min(rest_->block.count() - rest_->next, max_rows - out.count);
       for (const int64_t end = rest_->next + n; rest_->next < end; ++rest_->next) {

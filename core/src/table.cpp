@@ -68,14 +68,6 @@ const TableOptions& Validated(const TableOptions& options) {
 
 }  // namespace
 
-// A class has so few keys that its smallest score is found quickly; a table of a few buckets is one
-// class.
-int Table::ClassBits(int64_t max_capacity) {
-  constexpr int64_t kSmall = 1024, kKeysPerClass = 128;
-  if (max_capacity <= kSmall) return 0;
-  return std::bit_width(static_cast<uint64_t>(max_capacity / kKeysPerClass)) - 1;
-}
-
 int64_t DefaultHalfLife(int64_t max_capacity) {
   constexpr int64_t kLeastKeys = 1 << 15;
   return std::max(kLeastKeys, 2 * max_capacity);
@@ -99,8 +91,15 @@ SlotList::SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys)
     : table_(std::move(table)),
       buffer_(keys.size() * (sizeof(int64_t) + sizeof(Row))),
       n_(std::ssize(keys)) {
-  std::copy(keys.begin(), keys.end(), buffer_.as<int64_t>());
+  std::copy(keys.begin(), keys.end(), this->keys());
   std::fill_n(rows(), n_, kMissingRow);
+  table_->pins_.Add(this);
+}
+
+SlotList::SlotList(std::shared_ptr<Table> table, int64_t n)
+    : table_(std::move(table)),
+      buffer_(static_cast<size_t>(n) * (sizeof(int64_t) + sizeof(Row))),
+      n_(n) {
   table_->pins_.Add(this);
 }
 
@@ -124,7 +123,7 @@ Table::Table(const TableOptions& options)
                  : HalfLife{DefaultHalfLife(options.index.max_capacity), /*in_batches=*/false},
              options.name) {
   options_.index.seed = options.seed;  // the index keeps it when the table gets another seed
-  index_.emplace(options_.index);
+  index_.emplace(IndexOptions(options_, options_.index.max_capacity));
   row_capacity_ = index_->capacity() + options.shared_rows;
   row_limit_ = evicts() ? index_->max_capacity() : KeyIndex::kMaxCapacity;
   RequireAvailableMemory(
@@ -133,7 +132,7 @@ Table::Table(const TableOptions& options)
   rows_ = RowHeap(row_stride_, row_capacity_);
   rows_.Take(options.shared_rows);
   shared_used_.resize(static_cast<size_t>(options.shared_rows), 0);
-  class_bits_ = ClassBits(options.index.max_capacity);
+  class_bits_ = ClassBits(options, options.index.max_capacity);
   if (options.admission_threshold != 0) admission_.emplace(options.admission_threshold);
   if (counts_apart()) uses_.resize(static_cast<size_t>(row_capacity_), 0);
   below_.Attach(options_.store, row_capacity_);
@@ -174,7 +173,7 @@ void Table::Close() {
   changes_.reset();
   uses_ = {};
   sketch_.reset();
-  floors_ = {};
+  queues_.reset();
 }
 
 RowsView Table::rows() const {
@@ -193,6 +192,7 @@ TableStats Table::stats() const {
     stats.bytes = static_cast<int64_t>(index_->bytes()) + rows_.bytes();
     if (admission_) stats.bytes += admission_->bytes();
     if (sketch_) stats.bytes += sketch_->bytes();
+    if (queues_) stats.bytes += queues_->bytes();
   }
   return stats;
 }

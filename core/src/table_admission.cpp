@@ -1,9 +1,6 @@
 // Which missing keys get a row: by a threshold, or in competition with the keys that have one.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <mutex>
-#include <shared_mutex>
 
 #include "embstore/parallel.h"
 #include "embstore/snapshot.h"
@@ -57,17 +54,20 @@ void Table::AddToSketch(int64_t key, double amount) {
   sketch_->Add(key, AgedAmount(clock_.Peek(), now) * amount, now);
 }
 
-FrequencySketch Table::EmptySketch() const { return {SketchKeys(row_limit_), options_.index.seed}; }
+FrequencySketch Table::EmptySketch() const {
+  FrequencySketch sketch(SketchKeys(row_limit_), options_.index.seed);
+  if (changes_) sketch.changes().Track(sketch.counters().size(), /*from_zero=*/true);
+  return sketch;
+}
 
-void Table::Contest(const int64_t* keys, Newcomers& fresh) {
+void Table::Recall(Newcomers& fresh) {
   const int64_t n = fresh.size(), now = clock_.half_life();
-  const auto key_of = [&](int64_t j) { return keys[fresh.first[static_cast<size_t>(j)]]; };
+  const auto key_of = [&](int64_t j) { return fresh.keys[static_cast<size_t>(j)]; };
   if (!sketch_) {
     if (fresh.plain == n) return;  // every key has a row so far
     sketch_ = EmptySketch();
   }
-  if (floors_.empty()) floors_.resize(size_t{1} << class_bits_, 0);
-  constexpr int64_t kAhead = 8;
+  constexpr int64_t kAhead = 16;
   for (int64_t j = 0; j < n; ++j) {
     if (j + kAhead < n) sketch_->Prefetch(key_of(j + kAhead));
     uint64_t& score = fresh.scores[static_cast<size_t>(j)];
@@ -78,117 +78,36 @@ void Table::Contest(const int64_t* keys, Newcomers& fresh) {
       score = AgedScore(sketch_->Add(key_of(j), AgedAmount(score, now), now), now);
     }
   }
-
-  // The most frequent first; ties in the order of the batch.
-  struct Challenger {
-    size_t in_class;
-    uint64_t score;
-    int64_t newcomer;
+  // The most frequent of a class comes first; ties in the order of the batch.
+  const auto goes_first = [&](uint32_t a, uint32_t b) {
+    const size_t class_a = ClassOf(fresh.hashes[a]), class_b = ClassOf(fresh.hashes[b]);
+    if (class_a != class_b) return class_a < class_b;
+    return fresh.scores[a] != fresh.scores[b] ? fresh.scores[a] > fresh.scores[b] : a < b;
   };
-  std::vector<Challenger> all;
-  for (int64_t j = fresh.plain; j < n; ++j) {
-    const size_t in_class = ClassOf(fresh.hashes[static_cast<size_t>(j)]);
-    const uint64_t score = fresh.scores[static_cast<size_t>(j)];
-    if (score > floors_[in_class]) all.push_back({in_class, score, j});
+  const int bits = std::min(fresh.order_bits, class_bits_);
+  const auto run_of = [&](uint32_t j) { return bits ? fresh.hashes[j] >> (64 - bits) : 0; };
+  for (auto begin = fresh.order.begin(); begin != fresh.order.end();) {
+    auto end = begin + 1;
+    while (end != fresh.order.end() && run_of(*end) == run_of(*begin)) ++end;
+    if (end - begin > 1) std::sort(begin, end, goes_first);
+    begin = end;
   }
-  std::sort(all.begin(), all.end(), [](const Challenger& a, const Challenger& b) {
-    if (a.in_class != b.in_class) return a.in_class < b.in_class;
-    return a.score != b.score ? a.score > b.score : a.newcomer < b.newcomer;
-  });
-  std::vector<size_t> begins;
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (i == 0 || all[i].in_class != all[i - 1].in_class) begins.push_back(i);
-  }
-  // A class is in one stripe, so threads that divide the work by stripe do not collide. Only the
-  // overflow area is shared.
-  constexpr size_t kWorthSharing = 64;
-  const int64_t parts =
-      begins.size() < kWorthSharing || index_->overflow_size() > 0 ? 1 : NumThreads();
-  ParallelFor(parts, [&](int64_t part) {
-    struct Holder {
-      uint64_t score, tie;
-      int64_t key;
-    };
-    const auto goes_later = [](const Holder& a, const Holder& b) {
-      return a.score != b.score ? a.score > b.score : a.tie > b.tie;
-    };
-    std::vector<Holder> holders;  // evictable ones
-    for (size_t i = 0; i < begins.size(); ++i) {
-      const size_t in_class = all[begins[i]].in_class;
-      const uint64_t first = class_bits_ ? uint64_t{in_class} << (64 - class_bits_) : 0;
-      const uint64_t last = class_bits_ ? first + (UINT64_MAX >> class_bits_) : UINT64_MAX;
-      if (parts > 1 && index_->StripeOf(first) % parts != part) continue;
-      if (i + 1 < begins.size()) {  // what the next class reads
-        const auto next = static_cast<size_t>(all[begins[i + 1]].newcomer);
-        index_->Prefetch(fresh.hashes[next], /*whole=*/true);
-      }
-      holders.clear();
-      const uint64_t most = all[begins[i]].score;  // of the first challenger, the largest
-      uint64_t least = UINT64_MAX;
-      index_->VisitHashes(first, last, [&](Slot, const IndexEntry& entry) {
-        least = std::min(least, entry.score);
-        if (entry.score >= most || pins_.IsHeld(entry.row)) return;
-        holders.push_back({entry.score, HashKey(entry.key), entry.key});
-      });
-      std::make_heap(holders.begin(), holders.end(), goes_later);
-      const size_t end = i + 1 < begins.size() ? begins[i + 1] : all.size();
-      for (size_t c = begins[i]; c < end; ++c) {
-        if (holders.empty() || all[c].score <= holders.front().score) break;
-        Evict(index_->Find(holders.front().key), all[c].newcomer, fresh);
-        std::pop_heap(holders.begin(), holders.end(), goes_later);
-        holders.pop_back();
-      }
-      floors_[in_class] = least;
+}
+
+void Table::Remember(const Newcomers& fresh) {
+  if (!sketch_) return;
+  const int64_t now = clock_.half_life();
+  constexpr int64_t kAhead = 16;
+  for (int64_t j = fresh.plain; j < fresh.size(); ++j) {
+    if (j + kAhead < fresh.size()) {
+      sketch_->Prefetch(fresh.evicted[static_cast<size_t>(j + kAhead - fresh.plain)].entry.key);
+      sketch_->Prefetch(fresh.keys[static_cast<size_t>(j + kAhead)]);
     }
-  });
-  // An evicted key keeps its frequency.
-  for (int64_t j = fresh.plain; j < n; ++j) {
     const Evicted& gone = fresh.evicted[static_cast<size_t>(j - fresh.plain)];
     if (gone.slot == kNoSlot) continue;
-    sketch_->Take(key_of(j), now);
+    sketch_->Take(fresh.keys[static_cast<size_t>(j)], now);
     sketch_->Add(gone.entry.key, AgedAmount(gone.entry.score, now), now);
   }
-}
-
-namespace {
-
-// Precedes the sketch: a magic number, and the time of the clock.
-constexpr uint16_t kSketchForm = 0x5ce7;
-constexpr size_t kHeader = 1 + sizeof(uint64_t) / sizeof(uint16_t);
-
-}  // namespace
-
-std::vector<uint16_t> Table::AdmissionCounters() {
-  std::unique_lock guard(lock_);
-  RequireOpen();
-  if (!options_.admit_by_frequency) {
-    return admission_ ? admission_->Save() : std::vector<uint16_t>();
-  }
-  std::vector<uint16_t> saved(kHeader);
-  saved[0] = kSketchForm;
-  const uint64_t moment = clock_.Peek();
-  std::memcpy(saved.data() + 1, &moment, sizeof moment);
-  if (!sketch_) return saved;
-  const std::vector<uint16_t> entries = sketch_->Save();
-  saved.insert(saved.end(), entries.begin(), entries.end());
-  return saved;
-}
-
-bool Table::RestoreAdmissionCounters(std::span<const uint16_t> counters) {
-  std::unique_lock guard(lock_);
-  RequireOpen();
-  if (!options_.admit_by_frequency) return admission_ && admission_->Restore(counters);
-  if (counters.size() < kHeader || counters[0] != kSketchForm) return false;
-  std::optional<FrequencySketch> sketch;
-  if (counters.size() > kHeader) {
-    sketch = EmptySketch();
-    if (!sketch->Restore(counters.subspan(kHeader))) return false;
-  }
-  uint64_t moment = 0;
-  std::memcpy(&moment, counters.data() + 1, sizeof moment);
-  clock_.set_step(moment);
-  sketch_ = std::move(sketch);
-  return true;
 }
 
 }  // namespace embstore

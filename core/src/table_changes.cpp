@@ -7,6 +7,7 @@
 #include "embstore/snapshot.h"
 #include "embstore/table.h"
 #include "key_list.h"
+#include "saved_rows.h"
 
 namespace embstore {
 
@@ -53,11 +54,13 @@ void Table::TrackChanges(bool on) {
   RequireOpen();
   changes_.reset();
   spare_marks_ = HugeBuffer();
+  TrackCounters(on);
   if (!on) return;
   HugeBuffer marks(static_cast<size_t>(row_capacity_));
   spare_marks_ = HugeBuffer(static_cast<size_t>(row_capacity_));
   // Pages are zeroed when they are first touched, which should not be in a training step.
   for (HugeBuffer* of : {&marks, &spare_marks_}) std::memset(of->data(), 0, of->size());
+  SavedRows::Prepare(row_bytes(), row_capacity_);
   changes_ = std::make_unique<ChangeSet>(std::move(marks), row_capacity_);
 }
 

@@ -1,5 +1,6 @@
 // How missing keys get rows: room, eviction, protection of pinned rows, admission.
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <utility>
 
@@ -18,12 +19,12 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
   fresh.hashes.reserve(missing.size());
   fresh.scores.reserve(missing.size());
   fresh.number.resize(missing.size());
-  DistinctKeys distinct(index_->secret());
+  DistinctKeys distinct;  // the seed of the index may be known
   distinct.Reset(missing.size());
   for (size_t i = 0; i < missing.size(); ++i) {
     const int64_t key = keys[missing[i]];
     const uint64_t hash = index_->Hash(key);
-    const auto [number, is_new] = distinct.Add(key, hash);
+    const auto [number, is_new] = distinct.Add(key);
     if (is_new) {
       fresh.first.push_back(missing[i]);
       fresh.hashes.push_back(hash);
@@ -34,10 +35,11 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
     fresh.number[i] = number;
     if (scores) fresh.scores[number] = scores[missing[i]];
   }
+  fresh.keys = distinct.TakeKeys();
   const bool adds_up = counts_occurrences() && !scores && !below.empty();
   for (int64_t j = 0; adds_up && j < fresh.size(); ++j) {
     uint64_t& own = fresh.scores[static_cast<size_t>(j)];
-    const uint64_t before = below.Find(keys[fresh.first[static_cast<size_t>(j)]]).score;
+    const uint64_t before = below.Find(fresh.keys[static_cast<size_t>(j)]).score;
     own = SumOfScores(own, before);
   }
   fresh.rows.resize(fresh.first.size(), kMissingRow);
@@ -45,14 +47,20 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
   return fresh;
 }
 
-// The slot to give up for this key, or kNoSlot. Rows of other live batches go last, since their
-// gradients are lost; over a store the table grows instead.
-Slot Table::Victim(uint64_t hash) const {
-  const auto is_pinned = [&](Row row) { return pins_.IsHeld(row); };
-  const auto worth = [&](const IndexEntry& entry) { return Worth(entry); };
-  const Slot slot = index_->Victim(hash, is_pinned, worth);
-  if (slot != kNoSlot || MayExceedBudget()) return slot;
-  return index_->Victim(hash, [&](Row row) { return pins_.IsHeldByCall(row); }, worth);
+// Sorts the newcomers by the leading bits of their hashes, and else in the order of the batch.
+void Table::Order(Newcomers& fresh) const {
+  const int64_t n = fresh.size();
+  constexpr int kMostBits = 14;  // so many counters stay in the caches
+  const int bits = std::min(static_cast<int>(std::bit_width(static_cast<uint64_t>(n))), kMostBits);
+  fresh.order_bits = bits;
+  std::vector<uint32_t> ends((size_t{1} << bits) + 1, 0);
+  const auto range = [&](uint64_t hash) { return static_cast<size_t>(hash >> (64 - bits)); };
+  for (const uint64_t hash : fresh.hashes) ++ends[range(hash) + 1];
+  for (size_t i = 1; i < ends.size(); ++i) ends[i] += ends[i - 1];
+  fresh.order.resize(static_cast<size_t>(n));
+  for (size_t j = 0; j < fresh.hashes.size(); ++j) {
+    fresh.order[ends[range(fresh.hashes[j])]++] = static_cast<uint32_t>(j);
+  }
 }
 
 // Gives the row of a slot to a newcomer.
@@ -66,78 +74,90 @@ void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
   pins_.Hold(victim.row);
 }
 
-// Keys of the overflow area belong to no bucket, so no search for a victim finds them. Those with
-// the smallest scores go before the victims of the first newcomers.
-void Table::EvictAside(Newcomers& fresh) {
-  std::vector<IndexEntry> aside;
-  index_->VisitOverflow([&](Slot, const IndexEntry& entry) {
-    if (!pins_.IsHeld(entry.row)) aside.push_back(entry);
-  });
-  std::sort(aside.begin(), aside.end(), [this](const IndexEntry& a, const IndexEntry& b) {
-    return std::pair(Worth(a), HashKey(a.key)) < std::pair(Worth(b), HashKey(b.key));
-  });
-  int64_t newcomer = fresh.plain;
-  for (const IndexEntry& entry : aside) {
-    if (newcomer == fresh.size()) return;
-    const Slot other = Victim(fresh.hashes[static_cast<size_t>(newcomer)]);
-    if (other != kNoSlot && Worth(index_->entry(other)) <= Worth(entry)) return;
-    Evict(index_->Find(entry.key), newcomer++, fresh);
-  }
-}
-
-// Threads divide the work by stripe, so that the keys of a stripe are placed in the order of the
-// batch, whatever the number of threads.
-void Table::Place(const int64_t* keys, Newcomers& fresh, bool may_evict) {
-  constexpr int64_t kWorthSharing = 256;
-  const int64_t n = fresh.size();
-  const int64_t parts = n < kWorthSharing ? 1 : NumThreads();
-  ParallelFor(parts, [&](int64_t part) {
-    constexpr int64_t kAhead = 12, kAheadWhole = 3;  // whole buckets fill the L1 cache quickly
-    for (int64_t j = 0; j < n; ++j) {
-      const int64_t ahead = j + (j + kAhead < fresh.plain ? kAhead : kAheadWhole);
-      if (ahead < n) {
-        const uint64_t next = fresh.hashes[static_cast<size_t>(ahead)];
-        if (parts == 1 || index_->StripeOf(next) % parts == part) {
-          index_->Prefetch(next, ahead >= fresh.plain);
-        }
-      }
-      const auto at = static_cast<size_t>(j);
-      const uint64_t hash = fresh.hashes[at];
-      if (parts > 1 && index_->StripeOf(hash) % parts != part) continue;
-      if (fresh.rows[at] == kMissingRow) {
-        const Slot slot = may_evict ? Victim(hash) : kNoSlot;
-        if (slot == kNoSlot) continue;
-        Evict(slot, j, fresh);
-      }
-      LowerFloor(hash, fresh.scores[at]);
-      const IndexEntry entry{keys[fresh.first[at]], fresh.scores[at], fresh.rows[at]};
-      fresh.aside[at] = !index_->Insert(entry, hash);
-    }
-  });
-  for (int64_t j = 0; j < n; ++j) {
+// Threads divide the work by stripes and classes, so that the keys of each are placed in one order,
+// whatever the number of threads.
+void Table::Place(Newcomers& fresh, Eviction eviction) {
+  constexpr size_t kWorthSharing = 256;
+  const size_t n = fresh.order.size();
+  // Only the overflow area is shared, and erasing moves its entries.
+  const bool alone =
+      n < kWorthSharing ||
+      (eviction != Eviction::kNone && fresh.plain < fresh.size() && index_->overflow_size() > 0);
+  const int64_t parts = alone ? 1 : NumThreads();
+  const int bits = std::min(PartBits(), fresh.order_bits);
+  const auto unit = [&](size_t i) {
+    return bits ? fresh.hashes[fresh.order[i]] >> (64 - bits) : uint64_t{0};
+  };
+  const auto begin_of = [&](int64_t part) {  // the next unit begins here, or the list ends
+    size_t i = n * static_cast<size_t>(part) / static_cast<size_t>(parts);
+    while (i > 0 && i < n && unit(i) == unit(i - 1)) ++i;
+    return i;
+  };
+  ParallelFor(
+      parts, [&](int64_t part) { PlacePart(fresh, eviction, begin_of(part), begin_of(part + 1)); });
+  for (int64_t j = 0; j < fresh.size(); ++j) {
     const auto at = static_cast<size_t>(j);
     if (!fresh.aside[at]) continue;
-    index_->InsertAside({keys[fresh.first[at]], fresh.scores[at], fresh.rows[at]},
-                        fresh.hashes[at]);
+    index_->InsertAside({fresh.keys[at], fresh.scores[at], fresh.rows[at]}, fresh.hashes[at]);
+    // A queue that was filled since has not seen it.
+    if (!counts_apart()) OfferVictim(fresh.hashes[at], {fresh.scores[at], fresh.keys[at]});
     fresh.aside[at] = 0;
   }
 }
 
+void Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end) {
+  // In the order in which an eviction reads them.
+  constexpr size_t kQueueAhead = 24, kHomeAhead = 16, kVictimAhead = 8, kAhead = 8;
+  const auto class_at = [&](size_t i) { return ClassOf(fresh.hashes[fresh.order[i]]); };
+  const auto evicts_at = [&](size_t i) {
+    return i < end && eviction != Eviction::kNone && fresh.order[i] >= fresh.plain;
+  };
+  for (size_t i = begin; i < end; ++i) {
+    if (evicts_at(i + kQueueAhead)) queues_->Prefetch(class_at(i + kQueueAhead));
+    if (evicts_at(i + kHomeAhead)) {
+      const size_t in_class = class_at(i + kHomeAhead);
+      if (const auto* next = queues_->Next(in_class)) {
+        index_->PrefetchHome(index_->Hash(next->key));
+      } else {
+        index_->PrefetchHomes(FirstOf(in_class), LastOf(in_class));
+      }
+    }
+    if (evicts_at(i + kVictimAhead)) {
+      if (const auto* next = queues_->Next(class_at(i + kVictimAhead))) {
+        const Row row = index_->PeekRow(next->key);
+        if (row != kMissingRow) pins_.Prefetch(row);
+      }
+    }
+    if (i + kAhead < end) index_->Prefetch(fresh.hashes[fresh.order[i + kAhead]]);
+    const size_t at = fresh.order[i];
+    const uint64_t hash = fresh.hashes[at], score = fresh.scores[at];
+    if (fresh.rows[at] == kMissingRow) {
+      if (eviction == Eviction::kNone) continue;
+      const Slot slot = eviction == Eviction::kAny ? Victim(hash) : WeakerThan(score, hash);
+      if (slot == kNoSlot) continue;
+      Evict(slot, static_cast<int64_t>(at), fresh);
+    }
+    const IndexEntry entry{fresh.keys[at], score, fresh.rows[at]};
+    if (!counts_apart()) OfferVictim(hash, {score, entry.key});
+    fresh.aside[at] = !index_->Insert(entry, hash);
+  }
+}
+
 // Undoes Place. Rows have not been touched, so only the index has to be restored.
-void Table::Undo(const int64_t* keys, Newcomers& fresh) {
+void Table::Undo(Newcomers& fresh) {
   for (int64_t j = 0; j < fresh.size(); ++j) {
     const auto at = static_cast<size_t>(j);
     if (fresh.rows[at] == kMissingRow || fresh.aside[at]) continue;
-    const Slot slot = index_->Find(keys[fresh.first[at]], fresh.hashes[at]);
+    const Slot slot = index_->Find(fresh.keys[at], fresh.hashes[at]);
     if (slot != kNoSlot) index_->Erase(slot);
   }
   for (const Evicted& gone : fresh.evicted) {
     if (gone.slot != kNoSlot) index_->PutBack(gone.slot, gone.entry);
   }
+  ForgetVictims();  // those that were chosen are in no queue any more
 }
 
-void Table::FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
-                     const float* initial) {
+void Table::FillRows(Newcomers& fresh, const FetchedRows& below, const float* initial) {
   ParallelFor(FillTasks(fresh.size()), [&](int64_t task) {
     const int64_t end = std::min((task + 1) * kRowsPerFill, fresh.size());
     float* const scratch = fresh.scratch.as<float>() + task * options_.dim;
@@ -151,7 +171,8 @@ void Table::FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& b
       const Row row = fresh.rows[static_cast<size_t>(j)];
       if (row == kMissingRow) continue;
       const uint32_t i = fresh.first[static_cast<size_t>(j)];
-      FillRow(row, keys[i], below, initial ? initial + i * options_.dim : nullptr, scratch);
+      FillRow(row, fresh.keys[static_cast<size_t>(j)], below,
+              initial ? initial + i * options_.dim : nullptr, scratch);
     }
   });
 }
@@ -193,20 +214,20 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   }
   fresh.evicted.resize(static_cast<size_t>(n - fresh.plain));
   fresh.scratch = RecycledBuffer(static_cast<size_t>(FillTasks(n) * options_.dim) * sizeof(float));
+  Order(fresh);
   MakeRoom(size + fresh.plain);
-  if (fresh.plain < n) pins_.BeginBatch(rows, row_capacity_);
+  if (fresh.plain < n) {
+    if (!queues_) queues_.emplace(class_bits_);
+    pins_.BeginBatch(rows, row_capacity_);
+  }
   for (int64_t j = 0; j < fresh.plain; ++j) {
     fresh.rows[static_cast<size_t>(j)] = rows_.Next(j);
     if (fresh.plain < n) pins_.Hold(rows_.Next(j));
   }
   std::vector<Evicted> evicted;
   try {
-    if (unadmitted) {
-      Contest(keys, fresh);
-    } else if (fresh.plain < n && index_->overflow_size() > 0) {
-      EvictAside(fresh);
-    }
-    Place(keys, fresh, /*may_evict=*/!unadmitted);
+    if (unadmitted) Recall(fresh);
+    Place(fresh, unadmitted ? Eviction::kSmaller : Eviction::kAny);
     std::copy_if(fresh.evicted.begin(), fresh.evicted.end(), std::back_inserter(evicted),
                  [](const Evicted& gone) { return gone.slot != kNoSlot; });
     if (snapshot_) {
@@ -215,21 +236,22 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
     WriteBack(evicted);  // the rows still hold what the victims had
     LogEvictions(evicted);
   } catch (...) {
-    Undo(keys, fresh);
+    Undo(fresh);
     throw;
   }
+  if (unadmitted) Remember(fresh);
   rows_.Take(fresh.plain);
   index_->AddSize(fresh.plain);
   for (int64_t j = 0; watched() && j < fresh.plain; ++j) {
     AfterInsert(fresh.rows[static_cast<size_t>(j)]);
   }
   Unpin(evicted, rows);
-  FillRows(keys, fresh, below, initial);
+  FillRows(fresh, below, initial);
   int64_t refused = std::count(fresh.rows.begin(), fresh.rows.end(), kMissingRow);
   stats_.inserts += n - refused;
   if (unadmitted) refused = 0;
   if (refused && MayExceedBudget()) {
-    InsertBeyondBudget(keys, fresh, below, initial);
+    InsertBeyondBudget(fresh, below, initial);
     refused = 0;
   }
   stats_.refusals += refused;
@@ -244,13 +266,16 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
       if (row != kMissingRow) uses_[static_cast<size_t>(row)] = 0;
     }
     for (const uint32_t i : missing) CountUses(rows + i, 1);
+    for (size_t j = 0; queues_ && j < fresh.rows.size(); ++j) {
+      if (fresh.rows[j] == kMissingRow) continue;
+      OfferVictim(fresh.hashes[j], {uses(fresh.rows[j]), fresh.keys[j]});
+    }
   }
   return refused;
 }
 
 // Over a store: gives rows to the remaining newcomers, beyond the budget.
-void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
-                               const float* initial) {
+void Table::InsertBeyondBudget(Newcomers& fresh, const FetchedRows& below, const float* initial) {
   Newcomers rest;
   try {
     for (int64_t j = 0; j < fresh.size(); ++j) {
@@ -258,19 +283,21 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
       if (fresh.rows[at] != kMissingRow) continue;
       rest.first.push_back(fresh.first[at]);
       rest.number.push_back(static_cast<uint32_t>(j));
+      rest.keys.push_back(fresh.keys[at]);
       rest.hashes.push_back(fresh.hashes[at]);
       rest.scores.push_back(fresh.scores[at]);
       rest.rows.push_back(rows_.Next(std::ssize(rest.rows)));
     }
     rest.aside.resize(rest.first.size(), 0);
+    Order(rest);
     rest.plain = rest.size();
     rest.scratch =
         RecycledBuffer(static_cast<size_t>(FillTasks(rest.size()) * options_.dim) * sizeof(float));
     MakeRoom(index_->size() + rest.size());
     try {
-      Place(keys, rest, /*may_evict=*/false);
+      Place(rest, Eviction::kNone);
     } catch (...) {
-      Undo(keys, rest);
+      Undo(rest);
       throw;
     }
   } catch (...) {
@@ -279,7 +306,7 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
     for (int64_t j = 0; j < fresh.size(); ++j) {
       const auto at = static_cast<size_t>(j);
       if (fresh.rows[at] == kMissingRow) continue;
-      FreeSlot(index_->Find(keys[fresh.first[at]], fresh.hashes[at]));
+      FreeSlot(index_->Find(fresh.keys[at], fresh.hashes[at]));
       ++erased;
     }
     index_->AddSize(-erased);
@@ -291,7 +318,7 @@ void Table::InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const Fetc
     AfterInsert(rest.rows[j]);
     fresh.rows[rest.number[j]] = rest.rows[j];
   }
-  FillRows(keys, rest, below, initial);
+  FillRows(rest, below, initial);
   stats_.inserts += rest.size();
 }
 

@@ -25,10 +25,6 @@ void Table::CheckInvariants() const {
     RequireInvariant(!in_use[static_cast<size_t>(row)], "a free row belongs to no key");
     in_use[static_cast<size_t>(row)] = 2;
   });
-  index_->VisitAll([&](Slot, const IndexEntry& entry) {
-    RequireInvariant(floors_.empty() || entry.score >= floors_[ClassOf(index_->Hash(entry.key))],
-                     "no score is below the floor of its class");
-  });
   for (const uint8_t use : in_use) RequireInvariant(use != 0, "a taken row is in use or free");
   pins_.VisitLists([&](const SlotList& list) {
     for (int64_t i = 0; i < list.size(); ++i) {
@@ -38,6 +34,32 @@ void Table::CheckInvariants() const {
     }
   });
   if (below_.exists()) below_.CheckInvariants(*index_, rows_);
+  if (queues_) CheckQueues();
+}
+
+void Table::CheckQueues() const {
+  for (size_t in_class = 0; in_class < size_t{1} << class_bits_; ++in_class) {
+    if (!queues_->IsKnown(in_class)) continue;
+    const auto entries = queues_->entries(in_class);
+    for (size_t i = 0; i < entries.size(); ++i) {
+      const VictimQueues::Rank rank = VictimQueues::RankOf(entries[i]);
+      RequireInvariant(rank <= queues_->bound(in_class), "no entry of a queue is above its bound");
+      RequireInvariant(i == 0 || rank < VictimQueues::RankOf(entries[i - 1]),
+                       "the entries of a queue descend");
+    }
+  }
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    const size_t in_class = ClassOf(index_->Hash(entry.key));
+    if (!queues_->IsKnown(in_class)) return;
+    const uint64_t worth = Worth(entry);
+    if (VictimQueues::RankOf({worth, entry.key}) > queues_->bound(in_class)) return;
+    const auto entries = queues_->entries(in_class);
+    RequireInvariant(std::any_of(entries.begin(), entries.end(),
+                                 [&](const VictimQueues::Entry& e) {
+                                   return e.key == entry.key && e.worth <= worth;
+                                 }),
+                     "a key of small worth is in the queue of its class");
+  });
 }
 
 void LowerTier::CheckInvariants(const KeyIndex& index, const RowHeap& rows) const {

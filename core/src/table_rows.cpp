@@ -128,19 +128,22 @@ int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore sco
     AfterUse(rows, n, score);
     return missing;
   }
-  // A hit changes the score too, so its row is announced first.
-  const RecycledBuffer buffer(keys.size() * sizeof(Slot));
-  const Slot* const slots = buffer.as<Slot>();
-  const int64_t missing =
-      find(view, keys.data(), n, buffer.as<Slot>(), rows, ScoreUpdate::kKeep, 0, true);
-  constexpr int64_t kAhead = 16;
-  for (int64_t i = 0; i < n; ++i) {
-    if (snapshot_ && i + kAhead < n) snapshot_->Prefetch(rows[i + kAhead]);
-    if (slots[i] == kNoSlot) continue;
-    // Most occurrences are of rows that are settled.
-    if (snapshot_ && !snapshot_->IsSettled(rows[i])) snapshot_->Preserve(index_->entry(slots[i]));
-    if (changes_) changes_->Mark(rows[i]);
-    RenewScore(view.score(slots[i]), score.update, score.score);
+  // A hit changes the score too, so its row is announced first; in pieces, whose part of the index
+  // is in the nearest cache when the scores are renewed.
+  constexpr int64_t kPiece = 256;
+  Slot slots[kPiece];
+  int64_t missing = 0;
+  for (int64_t begin = 0; begin < n; begin += kPiece) {
+    const int64_t m = std::min(kPiece, n - begin);
+    missing += find(view, keys.data() + begin, m, slots, rows + begin, ScoreUpdate::kKeep, 0, true);
+    if (snapshot_) {
+      snapshot_->Preserve(std::span(slots).first(static_cast<size_t>(m)), rows + begin);
+    }
+    for (int64_t i = 0; i < m; ++i) {
+      if (slots[i] == kNoSlot) continue;
+      if (changes_) changes_->Mark(rows[begin + i]);
+      RenewScore(view.score(slots[i]), score.update, score.score);
+    }
   }
   AfterUse(rows, n, score);
   return missing;
@@ -181,9 +184,12 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
   std::unique_lock guard(lock_);
   RequireOpen();
   const BatchScore batch = scores ? BatchScore{ScoreUpdate::kKeep, 1} : NextBatchScore(n);
-  floors_.clear();  // scores may fall
   // The scores of a dump may come from a clock that is ahead; later training must rank above them.
-  if (scores && n > 0) clock_.RaiseAbove(*std::max_element(scores, scores + n));
+  if (scores && n > 0) {
+    const uint64_t highest = *std::max_element(scores, scores + n);
+    clock_.RaiseAbove(highest);
+    highest_score_ = std::max(highest_score_, highest);
+  }
   Row* const rows = list->rows();
   FindAll(keys, rows, batch);
   if (watched()) BeforeChange(keys, rows);  // rows change even if scores do not
@@ -210,6 +216,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
     if (states) AssignStates(rows, n, states);
     return refused;
   }
+  if (scores) ForgetVictims();  // scores may fall
   Grouping grouping(rows, n, rows_.used());
   ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
   grouping.Place();
@@ -236,6 +243,7 @@ void Table::SetUses(std::span<const int64_t> keys, const uint32_t* uses) {
   std::unique_lock guard(lock_);
   RequireOpen();
   if (!counts_apart()) return;
+  ForgetVictims();
   for (size_t i = 0; i < keys.size(); ++i) {
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;
@@ -331,7 +339,7 @@ void Table::ForgetRows() {
   rows_.Take(options_.shared_rows);
   std::fill(shared_used_.begin(), shared_used_.end(), uint8_t{0});
   sketch_.reset();
-  floors_.clear();
+  queues_.reset();
   ++layout_;
   below_.NoteReplaced();
   pins_.TakeAllFromLists();

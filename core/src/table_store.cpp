@@ -66,8 +66,11 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::span<const ui
   for (uint32_t i : found) {  // coming up is not an occurrence
     const Slot slot = index_->Find(keys[i]);
     if (slot == kNoSlot) continue;
-    index_->set_score(slot, std::max<uint64_t>(below.Find(keys[i]).score, 1));
-    LowerFloor(index_->Hash(keys[i]), 1);
+    const uint64_t score = std::max<uint64_t>(below.Find(keys[i]).score, kUnusedScore);
+    index_->set_score(slot, score);
+    highest_score_ = std::max(highest_score_, score);
+    if (!counts_apart())
+      OfferVictim(index_->Hash(keys[i]), {score, keys[i]});  // it may have fallen
   }
 }
 

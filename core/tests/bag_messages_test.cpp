@@ -48,7 +48,7 @@ Batch RandomBatch(int64_t features, int64_t samples, uint32_t longest, uint32_t 
 
 BagOwners By(uint32_t world, std::span<const int32_t> rank_of_feature = {},
              Ownership ownership = Ownership::kRoundRobin, uint64_t rows = 0) {
-  return {world, rank_of_feature, ownership, rows};
+  return {world, 0, rank_of_feature, ownership, rows};
 }
 
 struct Received {
@@ -85,7 +85,7 @@ Received Expected(const std::vector<Batch>& batches, const BagOwners& owners, ui
 // The messages for one rank, as an exchange brings them together.
 Received Exchanged(const std::vector<Batch>& batches, const BagOwners& owners, uint32_t rank,
                    bool weighted) {
-  std::vector<std::byte> messages;
+  std::vector<std::vector<std::byte>> messages;
   std::vector<int64_t> keys, samples;
   int64_t features = batches[0].features, all_keys = 0, all_samples = 0;
   if (!owners.rank_of_feature.empty()) {
@@ -93,11 +93,16 @@ Received Exchanged(const std::vector<Batch>& batches, const BagOwners& owners, u
                           static_cast<int>(rank));
   }
   for (const Batch& batch : batches) {
-    const PackedBags packed = embstore::PackBags(batch.view(weighted), owners);
+    BagOwners of_sender = owners;
+    of_sender.self = static_cast<uint32_t>(messages.size());
+    const PackedBags packed = embstore::PackBags(batch.view(weighted), of_sender);
     const std::byte* begin = packed.messages.as<std::byte>();
-    for (uint32_t r = 0; r < rank; ++r) begin += packed.bytes[r];
+    for (uint32_t r = 0; r < owners.world; ++r) {  // the own message comes last
+      const bool before = rank == of_sender.self ? r != rank : r < rank && r != of_sender.self;
+      if (before) begin += packed.bytes[r];
+    }
     CHECK_EQ(packed.bytes[rank] % 8, 0);
-    messages.insert(messages.end(), begin, begin + packed.bytes[rank]);
+    messages.emplace_back(begin, begin + packed.bytes[rank]);
     keys.push_back(packed.keys[rank]);
     samples.push_back(batch.samples);
     all_keys += keys.back();
@@ -107,7 +112,8 @@ Received Exchanged(const std::vector<Batch>& batches, const BagOwners& owners, u
   out.offsets.resize(static_cast<size_t>(features * all_samples + 1));
   out.keys.resize(static_cast<size_t>(all_keys));
   out.weights.resize(static_cast<size_t>(all_keys));
-  embstore::UnpackBags({messages, keys, samples, features}, out.offsets.data(), out.keys.data(),
+  const std::vector<std::span<const std::byte>> spans(messages.begin(), messages.end());
+  embstore::UnpackBags({spans, keys, samples, features}, out.offsets.data(), out.keys.data(),
                        weighted ? out.weights.data() : nullptr);
   return out;
 }
@@ -165,6 +171,10 @@ TEST(Bags that are no bags are refused) {
                pack(batch.view(false), By(2, few)));
   CHECK_THROWS(InvalidArgument, "rank_of_feature should be below world (2) but one is: 2",
                pack(batch.view(false), By(2, outside)));
+  BagOwners elsewhere = By(2);
+  elsewhere.self = 2;
+  CHECK_THROWS(InvalidArgument, "self should be below world (2) but is: 2",
+               pack(batch.view(false), elsewhere));
   BagBatch uneven = batch.view(false);
   uneven.features = 2;
   CHECK_THROWS(InvalidArgument, "bags of 2 features", pack(uneven, By(2)));
@@ -178,9 +188,11 @@ TEST(Bags that are no bags are refused) {
   std::vector<int64_t> offsets(22), keys(batch.keys.size());
   const auto unpack = [&](std::span<const std::byte> bytes, int64_t samples) {
     const std::vector<int64_t> of_senders = {samples};
-    embstore::UnpackBags({bytes, packed.keys, of_senders, 3}, offsets.data(), keys.data(), nullptr);
+    const std::vector<std::span<const std::byte>> messages = {bytes};
+    embstore::UnpackBags({messages, packed.keys, of_senders, 3}, offsets.data(), keys.data(),
+                         nullptr);
   };
-  CHECK_THROWS(InvalidArgument, "messages should have", unpack(message, 5));
+  CHECK_THROWS(InvalidArgument, "the message of rank 0 should have", unpack(message, 5));
   std::vector<std::byte> damaged(message.begin(), message.end());
   int32_t length = 0;
   std::byte* const at = damaged.data() + 8 * packed.keys[0];  // of the first bag

@@ -33,6 +33,17 @@ TEST(Keys are numbered in the order in which they first come) {
   }
 }
 
+// Found by trying: at most 4096 steps for each.
+TEST(Keys that collide for the seed of a table are found as soon as others) {
+  const HashSecret of_table = SecretOf(0);
+  DistinctKeys distinct;
+  distinct.Reset(1000);
+  for (int64_t key = 0; distinct.size() < 1000; ++key) {
+    if (KeyedHash(key, of_table) % 2048 == 7) distinct.Add(key);
+  }
+  CHECK(distinct.LongestSearch() < 100);  // 1000 if they had one place
+}
+
 TEST(A reset list knows no key) {
   DistinctKeys distinct;
   CHECK_EQ(distinct.Find(0), int64_t{-1});

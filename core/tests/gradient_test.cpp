@@ -278,6 +278,33 @@ TEST(Gradients by key skip missing keys and say how many) {
                ApplyGradientsByKey(*table, {keys.data(), size_t{1} << 31}, view, Sgd(0.5)));
 }
 
+TEST(Gradients of bags by key move every key of the bag, in several tables at once) {
+  const auto bags = Table::Create(SmallTable(2)), single = Table::Create(SmallTable(2));
+  LookUpOne(bags, {1, 2, 3});
+  LookUpOne(single, {1, 2, 3});
+  const std::vector<int64_t> keys = {3, 1, 3, 9}, offsets = {0, 1, 1, 4};
+  std::vector<float> gradients = {1, 1, 5, 5, 2, 2, 4, 4};  // the second bag has no key
+  VectorsView view;
+  view.base = gradients.data();
+  view.stride = 2;
+  std::vector<KeyGradients> requests = {{bags, keys, offsets, view, Sgd(0.5)},
+                                        {single, keys, {}, view, Sgd(0.5)}};
+  CHECK_EQ(ApplyGradientsByKey(requests, true), 2);
+  CHECK_EQ(AllRows(*bags).at(3).value[0], DebugValue(3) - 0.5f * 3);
+  CHECK_EQ(AllRows(*bags).at(1).value[1], DebugValue(1) - 0.5f * 2);
+  CHECK_EQ(AllRows(*single).at(3).value[0], DebugValue(3) - 0.5f * 3);
+  CHECK_EQ(AllRows(*single).at(1).value[1], DebugValue(1) - 0.5f * 5);
+
+  const uint64_t score = AllRows(*bags).at(3).score;
+  const std::vector<int64_t> short_of_keys = {0, 1, 3};
+  requests[1].offsets = short_of_keys;
+  CHECK_THROWS(InvalidArgument, "offsets should end", ApplyGradientsByKey(requests, true));
+  requests[1] = requests[0];
+  CHECK_THROWS(InvalidArgument, "each table once", ApplyGradientsByKey(requests, true));
+  CHECK_EQ(AllRows(*bags).at(3).score, score);  // nothing has changed
+  CHECK_EQ(AllRows(*bags).at(3).value[0], DebugValue(3) - 0.5f * 3);
+}
+
 TEST(Several tables are updated in one call, the same for any number of threads) {
   std::vector<std::map<int64_t, RowValues>> first;
   for (int threads : {1, 2, 4}) {

@@ -4,9 +4,9 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <random>
 #include <set>
-#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -199,6 +199,19 @@ TEST(Keys that all want one group are found and cost no more memory than others)
   }
 }
 
+TEST(Nobody can aim at a place of the overflow area) {
+  // All have one home group, and one place for the hash that the seed gives.
+  const HashSecret other = SecretOf(~uint64_t{77});
+  KeyIndex index({.init_capacity = 16, .max_capacity = 1 << 20, .bucket_capacity = 16, .seed = 77});
+  Model model;
+  for (int64_t key : CraftedKeys(77, uint64_t{5} << 60, 3'000'000)) {
+    if (KeyedHash(key, other) % 2048 == 7) Insert(index, model, key, 2);
+  }
+  CHECK(index.overflow_size() > 500);
+  CHECK(index.LongestOverflowSearch() < 100);
+  CheckHolds(index, model);
+}
+
 TEST(Crafted keys stay while the index grows) {
   KeyIndex index({.init_capacity = 128, .max_capacity = 1 << 20, .seed = 9});
   Model model;
@@ -292,45 +305,34 @@ TEST(A walk visits every key once while the index grows and keys come and go) {
   CHECK(stay.empty());
 }
 
-TEST(Victims are exactly the smallest scores, and among equals the smallest hashes) {
-  for (int64_t bucket : {16, 80, 128, 1008}) {
-    KeyIndex index({.init_capacity = bucket, .max_capacity = bucket, .bucket_capacity = bucket});
+TEST(A visit by hash meets every key of its range once) {
+  for (const int64_t bucket : {16, 128, 1008}) {
+    KeyIndex index(
+        {.init_capacity = 128, .max_capacity = 1 << 20, .bucket_capacity = bucket, .seed = 4});
     std::mt19937_64 random(static_cast<uint64_t>(bucket));
-    using Rank = std::tuple<uint64_t, uint64_t, int64_t>;  // score, hash, key
-    std::vector<Rank> ranks;
-    for (int64_t key = -7; key < bucket - 7; ++key) {
-      const uint64_t score = random() % 4 == 0 ? UINT64_MAX : 1 + random() % 5;
-      index.InsertNew({key, score, static_cast<Row>(key + 7)});
-      ranks.emplace_back(score, HashKey(key), key);
+    Model model;
+    for (int64_t key : CraftedKeys(4, uint64_t{5} << 60, 3 * bucket)) Insert(index, model, key, 3);
+    for (const int64_t key : RandomKeys(6000, 11)) {
+      if (!model.contains(key)) Insert(index, model, key, 1 + random() % 5);
+      if (random() % 97) continue;
+      uint64_t first = random(), last = first + (random() >> (1 + random() % 12));
+      if (last < first) last = UINT64_MAX;
+      if (random() % 4 == 0) first = uint64_t{5} << 60;
+      std::map<int64_t, int> expected, met;
+      for (const auto& [k, score] : model) {
+        const uint64_t hash = index.Hash(k);
+        if (hash >= first && hash <= last && score < 4) ++expected[k];
+      }
+      index.VisitHashes(
+          first, last, [](uint64_t score) { return score - 1 < 3; },
+          [&](Slot slot, const IndexEntry& entry) {
+            ++met[entry.key];
+            CHECK_EQ(index.Find(entry.key), slot);
+          });
+      CHECK(met == expected);
     }
-    std::sort(ranks.begin(), ranks.end());
-    std::vector<uint8_t> taken(static_cast<size_t>(bucket), 0);
-    const auto is_taken = [&](Row row) { return taken[static_cast<size_t>(row)] != 0; };
-    for (const auto& [score, hash, key] : ranks) {
-      const Slot victim = index.Victim(random(), is_taken);
-      CHECK(victim != kNoSlot);
-      if (victim == kNoSlot) return;
-      CHECK_EQ(index.entry(victim).key, key);
-      CHECK_EQ(index.entry(victim).score, score);
-      taken[static_cast<size_t>(index.row(victim))] = 1;
-    }
-    CHECK_EQ(index.Victim(random(), is_taken), kNoSlot);
+    CHECK(index.overflow_size() > 0 || bucket > 16);
   }
-}
-
-TEST(A victim is found in other buckets when those of the key have none) {
-  KeyIndex index({.init_capacity = 640, .max_capacity = 640});
-  const uint64_t hash = index.Hash(-5);
-  Model model;
-  for (int64_t key = 0; key < 640; ++key) Insert(index, model, key, 1);
-  std::set<Row> gone;
-  for (int i = 0; i < 640; ++i) {
-    const Slot slot = index.Victim(hash, [&](Row row) { return gone.count(row) != 0; });
-    CHECK(slot != kNoSlot);
-    if (slot != kNoSlot) gone.insert(index.row(slot));
-  }
-  CHECK_EQ(gone.size(), size_t{640});
-  CHECK_EQ(index.Victim(hash, [&](Row row) { return gone.count(row) != 0; }), kNoSlot);
 }
 
 TEST(What was erased can be put back where it was) {

@@ -2,13 +2,16 @@
 
 #include <map>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 #include "embstore/checksum.h"
+#include "embstore/memory.h"
 #include "embstore/parallel.h"
+#include "embstore/rw_lock.h"
 #include "snapshot_oracle.h"
 
 namespace embstore {
@@ -65,6 +68,49 @@ TEST(Snapshots of a table hold the moments at which they were taken) {
   for (size_t i = 0; i < snapshots.size(); ++i) {
     if (snapshots[i]) CHECK(Rest(*snapshots[i]) == before[i]);
   }
+}
+
+TEST(Threads that touch the same rows save each of them once) {
+  SetNumThreads(4);
+  TableOptions options = GrowingTable();
+  const auto table = Table::Create(options);
+  LookUpOne(table, Range(0, 3000));
+  for (uint64_t round = 0; round < 20; ++round) {
+    const std::map<int64_t, RowValues> before = AllRows(*table);
+    Snapshot first(table), second(table, /*memory_bytes=*/0);
+    // Many tasks of a lookup, each with keys that repeat in it and in the others.
+    LookUpOne(table, RandomKeys(20'000, 3000, round));
+    CHECK(Rest(first) == before);
+    CHECK(Rest(second) == before);
+  }
+  SetNumThreads(2);
+}
+
+TEST(Rows that a step saves go to memory that was made ready before) {
+  TableOptions options = GrowingTable();
+  options.dim = 256;
+  const auto table = Table::Create(options);
+  LookUpOne(table, Range(0, 8000));
+  table->TrackChanges(true);
+  LookUpOne(table, Range(0, 8000));
+  const size_t ready = IdleBufferBytes();
+  const Snapshot changes(table, Snapshot::kMemoryBytes, Snapshot::Of::kChanges);
+  LookUpOne(table, Range(0, 8000));
+  const auto saved = static_cast<size_t>(8000 * table->row_bytes());
+  CHECK(IdleBufferBytes() + saved <= ready);
+}
+
+TEST(A lock tells its readers whether a writer waits) {
+  RwLock lock;
+  std::thread writer;
+  {
+    const std::shared_lock reading(lock);
+    CHECK(!lock.IsAwaited());
+    writer = std::thread([&] { const std::unique_lock writing(lock); });
+    while (!lock.IsAwaited()) std::this_thread::yield();
+  }
+  writer.join();
+  CHECK(!lock.IsAwaited());
 }
 
 TEST(Counts of use are those of the moment and can be set) {

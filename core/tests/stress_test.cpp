@@ -1,4 +1,5 @@
-// Many threads on one table. The answers are checked; TSan watches the rest.
+// Many threads on one table, and more keys than fit. The answers are checked; TSan watches the
+// rest.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 
 #include "check.h"
 #include "embstore/gradient.h"
+#include "embstore/key_index.h"
 #include "embstore/parallel.h"
 #include "table_oracle.h"
 
@@ -270,6 +272,22 @@ TEST(A child forked while others train finds whole tables that it can use) {
       });
   CHECK_EQ(bad, 0);
 }
+
+#if !defined(__SANITIZE_THREAD__)  // 700 MB are too many for it
+TEST(An index refuses keys before its overflow area has more than slots can number) {
+  KeyIndex index({.init_capacity = 16, .max_capacity = 16, .bucket_capacity = 16});
+  const auto insert = [&](int64_t key) {
+    const uint64_t hash = index.Hash(key);
+    if (!index.Insert({key, 1, 0}, hash)) index.InsertAside({key, 1, 0}, hash);
+  };
+  int64_t key = 0;
+  while (index.overflow_size() < kMostOverflowEntries) insert(key++);
+  CHECK_EQ(index.Find(key - 1), kFirstOverflowSlot + static_cast<Slot>(kMostOverflowEntries - 1));
+  CHECK_THROWS(OutOfMemory, "keys that collide", insert(-1));
+  CHECK_EQ(index.overflow_size(), kMostOverflowEntries);
+  CHECK_EQ(index.Find(-1), kNoSlot);
+}
+#endif
 #endif
 
 }  // namespace

@@ -87,7 +87,7 @@ def _over_time(metrics: list[dict], steps: int) -> list[str]:
         _figure(
             "AUC over time",
             line_chart(aucs, label="AUC over steps", x_name="step", y_format=two_places, marks=restart),
-            "Every batch is predicted before the models learn from it.",
+            "Each batch is predicted before it is learned. Only dynamic trains on after the restart.",
             aucs,
         ),
         _figure(

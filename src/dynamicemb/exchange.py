@@ -8,8 +8,8 @@ fails says so with its vectors, and all of them raise when they receive.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from dynamicemb.wire import Wire
 from embstore.arrays import empty_tensor
 from embstore.distributed.columns import Columns
-from embstore.distributed.exchange import all_to_all, as_bytes, marks_at, swap, with_marks
+from embstore.distributed.exchange import Layout, swap
 from embstore.distributed.ranks import TorchRanks
 from embstore.distributed.routing import sum_rows
 from embstore.nn.batch import Access, Batch
@@ -27,43 +27,32 @@ STEP = "a step of dynamic tables"  # in errors
 
 
 class Sent:
-    """The vectors of a batch on their way to the ranks that asked; they lie at `with_marks(send)`.
+    """The vectors of a batch on their way to the ranks that asked.
 
-    send     rows for each rank
-    receive  rows from each owner; a mark follows them
-    widths   elements of a row of each owner
-    ends     where the block of each owner ends in what comes
+    layout  of the buffer that the batch writes into
+    marks   behind what travels: where those for the ranks are in the buffer, and those of the owners, by
+            rank; what they say of this rank is not used
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        access: Access,
-        send: Sequence[int],
-        receive: Sequence[int],
-        widths: Sequence[int],
-        ranks: TorchRanks,
+        self, batch: Batch, access: Access, layout: Layout, marks: Sequence[Sequence[int]], ranks: TorchRanks
     ) -> None:
-        self.batch, self.ranks = batch, ranks
-        out = batch.out
-        assert out is not None
+        self.batch, self.layout, self.ranks = batch, layout, ranks
+        sent, self._marks = ([at for r, at in enumerate(places) if r != ranks.rank] for places in marks)
+        self._buffer = batch.out
+        assert self._buffer is not None
         self._failures: list[BaseException] = []
         try:
             batch.forward(access)
         except BaseException as error:  # every rank gets to know
             self._failures.append(error)
-        out[marks_at(send)] = float(bool(self._failures))
-        outgoing = [(rows + 1) * out.shape[1] for rows in send]
-        incoming = [(rows + 1) * width for rows, width in zip(receive, widths, strict=True)]
-        self.ends = list(accumulate(incoming))
-        self._marks = [end - width for end, width in zip(self.ends, widths, strict=True)]
-        self._blocks: torch.Tensor | None
-        self._blocks, self._wait = all_to_all(out.view(-1), outgoing, incoming, ranks, STEP)
+        self._buffer[sent] = float(bool(self._failures))
+        self._wait = layout.exchange(self._buffer, ranks, STEP)
 
     def blocks(self) -> torch.Tensor:
-        """What the owners sent, one after the other, each with its mark behind. To be called once."""
+        """The buffer, once the blocks of the owners are there. To be called once."""
         self._wait()
-        blocks, self._blocks = self._blocks, None
+        blocks, self._buffer = self._buffer, None
         assert blocks is not None
         if self._failures or blocks[self._marks].any():
             self.ranks.share(self._failures.pop() if self._failures else None, STEP)
@@ -91,6 +80,42 @@ def _update(batch: Batch, gradient: torch.Tensor, ranks: TorchRanks) -> None:
         raise
 
 
+class BagGradients:
+    """How the gradient of the bags of this rank is laid out for its owners: feature by feature, so that those
+    of one feature, which a row reads in any order, lie in a piece that fits a cache.
+
+    columns  each feature by itself, in the order of the bags
+    owners   the rank of each feature, where ranks have whole tables; empty: all ranks get all
+    samples  batch size of each rank
+    """
+
+    def __init__(
+        self, columns: Columns, owners: Sequence[int], samples: Sequence[int], rank: int, wire: Wire
+    ) -> None:
+        self.columns, self.own, self._wire = columns, samples[rank], wire
+        world, widths = len(samples), columns.widths
+        sent, befores = [0] * world, []  # columns for each rank; of the owner, before each feature
+        for feature, w in enumerate(widths):
+            owner = owners[feature] if owners else rank
+            befores.append(sent[owner])
+            sent[owner] += w
+        width = sent[rank]
+        self.layout = Layout(
+            [self.own * w for w in sent], [n * width for n in samples], self.own * width, rank
+        )
+        self._starts = [
+            self.layout.to[owners[feature] if owners else rank] + self.own * before
+            for feature, before in enumerate(befores)
+        ]
+
+    def arranged(self, gradient: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        """The layout, and a buffer with the gradient in it, in the type in which it travels."""
+        gradient = self._wire.gradient(gradient).contiguous()
+        buffer = empty_tensor((self.layout.size,), gradient.dtype)
+        self.columns.split(gradient, buffer, self._starts)
+        return self.layout, buffer
+
+
 class SumOfOwners(torch.autograd.Function):
     """Pooled vectors: each owner sums its share of every bag; the shares of a bag are added up in float32.
 
@@ -101,29 +126,23 @@ class SumOfOwners(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor | None, sent: Sent, samples: list[int], wire: Wire) -> Any:
-        ranks = sent.ranks
-        own = samples[ranks.rank]
-        ctx.sent, ctx.samples, ctx.wire = sent, samples, wire
-        shares = sent.blocks().view(ranks.world, own + 1, -1)
-        total = shares[0, :own].to(torch.float32)
-        for owner in range(1, ranks.world):  # always in this order
-            total += shares[owner, :own]
+    def forward(ctx: Any, anchor: torch.Tensor | None, sent: Sent, gradients: BagGradients) -> Any:
+        ctx.sent, ctx.gradients = sent, gradients
+        shape = gradients.own, gradients.columns.width
+        blocks = sent.blocks()
+        shares = [blocks[at : at + math.prod(shape)].view(shape) for at in sent.layout.of]
+        total = shares[0].to(torch.float32)
+        for share in shares[1:]:  # always in this order
+            total += share
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        own, ranks = gradient.shape[0], ctx.sent.ranks
-        gradient = ctx.wire.gradient(gradient)
-        if len(set(ctx.samples)) == 1:
-            everything = empty_tensor((own * ranks.world, gradient.shape[1]), gradient.dtype)
-            ranks.all_gather_rows(as_bytes(everything), as_bytes(gradient.contiguous()), STEP)
-        else:
-            copies = gradient.repeat(ranks.world, 1)
-            everything = swap(copies, [own] * ranks.world, ctx.samples, ranks, STEP)
-        _update(ctx.sent.batch, everything, ranks)
-        return None, None, None, None
+        layout, everything = ctx.gradients.arranged(gradient)
+        layout.spread(everything, ctx.sent.ranks, STEP)
+        _update(ctx.sent.batch, everything, ctx.sent.ranks)
+        return None, None, None
 
 
 class ColumnsOfOwners(torch.autograd.Function):
@@ -136,22 +155,21 @@ class ColumnsOfOwners(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor | None, sent: Sent, samples: list[int], columns: Columns, wire: Wire
+        ctx: Any, anchor: torch.Tensor | None, sent: Sent, gradients: BagGradients, columns: Columns
     ) -> Any:
-        ctx.sent, ctx.samples, ctx.columns, ctx.wire = sent, samples, columns, wire
-        own = samples[sent.ranks.rank]
-        return columns.join(sent.blocks(), [0, *sent.ends], own)
+        ctx.sent, ctx.gradients = sent, gradients
+        blocks, layout = sent.blocks(), sent.layout
+        out = blocks[layout.own :].view(gradients.own, columns.width)  # the own columns are there
+        columns.join(blocks, layout.of, out, sent.ranks.rank)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        columns, samples, ranks = ctx.columns, ctx.samples, ctx.sent.ranks
-        own, width = gradient.shape[0], columns.widths[ranks.rank]
-        blocks = columns.split(ctx.wire.gradient(gradient).contiguous())
-        send = [own * w for w in columns.widths]
-        everything = swap(blocks, send, [n * width for n in samples], ranks, STEP)
-        _update(ctx.sent.batch, everything.view(sum(samples), width), ranks)
-        return None, None, None, None, None
+        layout, everything = ctx.gradients.arranged(gradient)
+        layout.exchange(everything, ctx.sent.ranks, STEP)()
+        _update(ctx.sent.batch, everything, ctx.sent.ranks)
+        return None, None, None, None
 
 
 class AnswersOfOwners(torch.autograd.Function):
@@ -165,6 +183,7 @@ class AnswersOfOwners(torch.autograd.Function):
         ctx: Any,
         anchor: torch.Tensor | None,
         sent: Sent,
+        dim: int,
         index: torch.Tensor,
         asked: list[int],
         owned: list[int],
@@ -174,9 +193,10 @@ class AnswersOfOwners(torch.autograd.Function):
         ctx.sent, ctx.wire = sent, wire
         ctx.index, ctx.asked, ctx.owned, ctx.repeated = index, asked, owned, repeated
         blocks = sent.blocks()
-        replies = blocks.view(sum(asked) + len(asked), -1)
-        out = empty_tensor((index.numel(), replies.shape[1]), replies.dtype)
-        return torch.index_select(replies, 0, with_marks(asked)[index], out=out)
+        replies = blocks.view(-1, dim)
+        numbers = [torch.arange(n) + at // dim for n, at in zip(asked, sent.layout.of, strict=True)]
+        out = empty_tensor((index.numel(), dim), replies.dtype)
+        return torch.index_select(replies, 0, torch.cat(numbers)[index], out=out)
 
     @staticmethod
     @once_differentiable
@@ -191,4 +211,4 @@ class AnswersOfOwners(torch.autograd.Function):
             sums = empty_tensor((n, gradient.shape[1]), gradient.dtype)
             torch.index_select(gradient.contiguous(), 0, order, out=sums)
         _update(ctx.sent.batch, swap(sums, ctx.asked, ctx.owned, ranks, STEP), ranks)
-        return (None,) * 7
+        return (None,) * 8

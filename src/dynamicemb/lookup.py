@@ -4,6 +4,7 @@ and their way back to the ranks that asked, while the program goes on."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchrec.distributed.embedding_types import BaseEmbeddingLookup
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
-from dynamicemb.exchange import AnswersOfOwners, ColumnsOfOwners, Pending, Sent, SumOfOwners
+from dynamicemb.exchange import AnswersOfOwners, BagGradients, ColumnsOfOwners, Pending, Sent, SumOfOwners
 from dynamicemb.external_storage import StorageStore
 from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys, Step
@@ -23,7 +24,7 @@ from dynamicemb.tables import DynamicTable
 from dynamicemb.wire import Wire
 from embstore.arrays import empty_tensor
 from embstore.distributed.columns import Columns
-from embstore.distributed.exchange import with_marks
+from embstore.distributed.exchange import Layout
 from embstore.distributed.ranks import Ranks, TorchRanks
 from embstore.nn.batch import Access, Batch, Pooling, Prepared, run_batch
 
@@ -123,6 +124,23 @@ class WriteThroughBatch(Batch):
                 store.updating = False
 
 
+@dataclass(frozen=True)
+class _BagPlan:
+    """Where everything is that belongs to batches of these sizes.
+
+    layout     of the answers; the own block is that of this rank's answer
+    marks      see `Sent`
+    gradients  layout of the gradients
+    places     of each table: where its bags begin among the answers, and in the gradients
+    """
+
+    samples: list[int]
+    layout: Layout
+    marks: tuple[list[int], list[int]]
+    gradients: BagGradients
+    places: list[tuple[torch.Tensor, torch.Tensor]]
+
+
 class BagLookup(Lookup):
     """(samples, columns): the bags of all features side by side.
 
@@ -143,56 +161,70 @@ class BagLookup(Lookup):
     ) -> None:
         super().__init__(tables, dtype, ranks, wire)
         self._mean = list(mean)  # of each table
-        self._columns_of_ranks: Columns | None = None
-        if owners:
-            dims = [t.table.dim * count for t, count in zip(tables, features, strict=True)]
-            self._columns_of_ranks = Columns(owners, dims, ranks.world)
-            # Every rank has all tables, so that scores and steps go on together; others get no keys.
-            features = [
-                count if owner == ranks.rank else 0 for count, owner in zip(features, owners, strict=True)
-            ]
         self._whole = ranks.world == 1 or bool(owners)  # bags are complete
-        self._features = list(features)  # of each table, here
-        widths = [t.table.dim for t, count in zip(tables, features, strict=True) for _ in range(count)]
-        self._widths = torch.tensor(widths, dtype=torch.int64)
-        self._columns = torch.cumsum(self._widths, 0) - self._widths
-        self._row = max(sum(widths), 1)  # of the output; it is never without a column
-        self._by_feature = Columns(ranks=range(len(widths)), widths=widths, world=len(widths))
-        self._ends = list(accumulate(features, initial=0))  # features before each table
-        self._places: tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]] = ([], [])
+        dims = [t.table.dim for t, count in zip(tables, features, strict=True) for _ in range(count)]
+        self._dims = torch.tensor(dims)
+        self._by_feature = Columns(ranks=range(len(dims)), widths=dims, world=len(dims))
+        self._owners = [owner for owner, count in zip(owners, features) for _ in range(count)]
+        self._columns_of_ranks = Columns(self._owners, dims, ranks.world) if owners else None
+        # Every rank has all tables, so that scores and steps go on together; others get no keys.
+        here = [not owners or owner == ranks.rank for owner in owners or [0] * len(tables)]
+        self._features = [count if own else 0 for count, own in zip(features, here)]  # of each table, here
+        columns = torch.cumsum(self._dims, 0) - self._dims
+        if owners:
+            columns = columns[torch.tensor(self._owners) == ranks.rank]
+            dims = [dim for dim, owner in zip(dims, self._owners) if owner == ranks.rank]
+        self._columns_of_answer = columns  # of each feature here
+        self._columns = torch.tensor([*accumulate(dims, initial=0)][:-1], dtype=torch.int64)  # in a block
+        self._row = max(sum(dims), 1)  # of a block; it is never without a column
+        self._ends = list(accumulate(self._features, initial=0))  # features before each table
+        self._plan: _BagPlan | None = None
 
-    def _places_for(self, samples_of_ranks: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each table: where its bags begin in the output, and in the gradient as `_arranged` has it.
-        Kept, as batches mostly have one size."""
-        if self._places[0] != samples_of_ranks:
-            samples = sum(samples_of_ranks)
-            numbers = torch.arange(samples, dtype=torch.int64)
-            rows = numbers if self._world == 1 else with_marks(samples_of_ranks)
-            of_tables = [
-                (
-                    (columns[:, None] + rows * self._row).reshape(-1),
-                    (columns[:, None] * samples + numbers * t.table.dim).reshape(-1),
-                )
-                for t, columns in zip(self._tables, self._columns.split(self._features), strict=True)
-            ]
-            self._places = (samples_of_ranks, of_tables)
-        return self._places[1]
+    def _planned(self, samples: list[int]) -> _BagPlan:
+        """Kept, as batches mostly have one size."""
+        if self._plan is None or self._plan.samples != samples:
+            self._plan = self._new_plan(samples)
+        return self._plan
 
-    def _arranged(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient feature by feature. A row reads its bags in any order: those of one feature then lie
-        in a piece that fits a cache, not one to a page."""
-        return self._by_feature.split(gradient)
+    def _new_plan(self, samples: list[int]) -> _BagPlan:
+        rank, row, width = self._ranks.rank, self._row, self._by_feature.width
+        own = samples[rank]
+        strides = [row] * self._world if self._columns_of_ranks is None else self._columns_of_ranks.strides
+        layout = Layout(
+            [(n + 1) * row for n in samples], [(own + 1) * stride for stride in strides], own * width, rank
+        )
+        gradients = BagGradients(self._by_feature, self._owners, samples, rank, self._wire)
+        marks = (
+            [at + n * row for at, n in zip(layout.to, samples)],
+            [at + own * stride for at, stride in zip(layout.of, strides)],
+        )
+        places = []
+        for t, columns, of_answer in zip(
+            self._tables,
+            self._columns.split(self._features),
+            self._columns_of_answer.split(self._features),
+            strict=True,
+        ):
+            out, back = [], []
+            for r, n in enumerate(samples):
+                numbers = torch.arange(n, dtype=torch.int64)
+                if r == rank:
+                    out.append(layout.own + of_answer[:, None] + numbers * width)
+                else:
+                    out.append(layout.to[r] + columns[:, None] + numbers * row)
+                back.append(gradients.layout.of[r] + columns[:, None] * n + numbers * t.table.dim)
+            places.append((torch.cat(out, 1).reshape(-1), torch.cat(back, 1).reshape(-1)))
+        return _BagPlan(samples, layout, marks, gradients, places)
 
     def forward(self, sparse_features: OwnedKeys) -> torch.Tensor | Pending:
         batch = sparse_features
         samples = sum(batch.samples)
+        plan = self._planned(batch.samples)
         alone = self._world == 1
         requests = []
         starts = batch.offsets[::samples].tolist() if samples else [0] * (self._ends[-1] + 1)
         bounds = [starts[end] for end in self._ends]
-        for i, (t, mean, places) in enumerate(
-            zip(self._tables, self._mean, self._places_for(batch.samples), strict=True)
-        ):
+        for i, (t, mean, places) in enumerate(zip(self._tables, self._mean, plan.places, strict=True)):
             first, last = bounds[i], bounds[i + 1]
             offsets = batch.offsets[self._ends[i] * samples : self._ends[i + 1] * samples + 1]
             requests.append(
@@ -209,33 +241,32 @@ class BagLookup(Lookup):
         dtype = self.dtype if self._whole else torch.float32
         if not alone:
             dtype = self._wire.forward or dtype
-        marks = 0 if alone else self._world
+        out = empty_tensor((plan.layout.size,), dtype)
         whole = self._batch(
             requests,
-            out=empty_tensor((samples + marks, self._row), dtype),
+            out=out.view(samples, self._row) if alone else out,
             gradient_scale=self._begin_step(),
-            arrange=self._arranged,
+            arrange=(lambda gradient: plan.gradients.arranged(gradient)[1]) if alone else None,
         )
         whole.prepared, self.prepared = self.prepared, None
         if alone:
             (out,) = run_batch(whole, self._access, self._anchor, [r.weights for r in requests])
             return out.to(device=batch.device, dtype=self.dtype)
-        return self._send(whole, batch)
+        return self._send(whole, batch, plan)
 
-    def _send(self, whole: Batch, batch: OwnedKeys) -> Pending:
+    def _send(self, whole: Batch, batch: OwnedKeys, plan: _BagPlan) -> Pending:
         """Sends the bags, or the shares of them, to the ranks that asked."""
-        columns, ranks, samples, trained = self._columns_of_ranks, self._ranks, batch.samples, self._trained
+        columns, ranks, trained = self._columns_of_ranks, self._ranks, self._trained
         assert isinstance(ranks, TorchRanks)
-        widths = [self._row] * ranks.world if columns is None else columns.strides
-        sent = Sent(whole, self._access, samples, [samples[ranks.rank]] * ranks.world, widths, ranks)
+        sent = Sent(whole, self._access, plan.layout, plan.marks, ranks)
 
         def receive() -> torch.Tensor:
             if columns is not None:
-                out = ColumnsOfOwners.apply(trained, sent, samples, columns, self._wire)
+                out = ColumnsOfOwners.apply(trained, sent, plan.gradients, columns)
             else:
-                out = SumOfOwners.apply(trained, sent, samples, self._wire)
+                out = SumOfOwners.apply(trained, sent, plan.gradients)
             if batch.mean_scale is not None:
-                out = out * batch.mean_scale.repeat_interleave(self._widths, 1)
+                out = out * batch.mean_scale.repeat_interleave(self._dims, 1)
             return out.to(device=batch.device, dtype=self.dtype)
 
         return Pending(receive)
@@ -260,29 +291,37 @@ class KeyLookup(Lookup):
     def forward(self, sparse_features: OwnedKeys) -> torch.Tensor | Pending:
         batch = sparse_features
         assert batch.runs is not None
+        dim, alone = self._dim, batch.index is None
+        own, shifts = batch.keys.numel(), None
+        layout = Layout([0], [0], own * dim, 0)
+        if not alone:
+            rank = self._ranks.rank
+            sent, received = ([(n + 1) * dim for n in counts] for counts in (batch.owned, batch.asked))
+            own = batch.asked[rank]
+            layout = Layout(sent, received, own * dim, rank)
+            befores = accumulate(batch.owned, initial=0)
+            shifts = torch.tensor([at - before * dim for at, before in zip(layout.to, befores)])
         requests, run_ = [], 0
         for t, runs in zip(self._tables, self._runs, strict=True):
             offsets = batch.offsets[run_ : run_ + runs + 1]
             first, last = int(offsets[0]), int(offsets[-1])
             places = batch.runs[run_ : run_ + runs]
-            # Runs lie by cell and sender; what each sender gets ends with a mark.
-            behind_marks = places if batch.index is None else places + torch.arange(runs) % self._world
+            positions = places * dim
+            if shifts is not None:  # runs lie by cell and sender
+                positions = positions + shifts.repeat(runs // self._world)
             requests.append(
                 t.request(
                     batch.keys[first:last],
                     offsets=offsets - first,
-                    positions=behind_marks * self._dim,
-                    gradient_positions=places * self._dim,
+                    positions=positions,
+                    gradient_positions=places * dim,
                 )
             )
             run_ += runs
-        marks, dtype = 0, self.dtype
-        if batch.index is not None:
-            marks, dtype = self._world, self._wire.forward or dtype
+        dtype = self.dtype if alone else self._wire.forward or self.dtype
+        out = empty_tensor((layout.size,), dtype)
         whole = self._batch(
-            requests,
-            out=empty_tensor((batch.keys.numel() + marks, self._dim), dtype),
-            gradient_scale=self._begin_step(),
+            requests, out=out.view(own, dim) if alone else out, gradient_scale=self._begin_step()
         )
         whole.prepared, self.prepared = self.prepared, None
         if batch.index is None:
@@ -290,12 +329,15 @@ class KeyLookup(Lookup):
             return out.to(batch.device)
         ranks, index, trained = self._ranks, batch.index, self._trained
         assert isinstance(ranks, TorchRanks)
-        widths = [self._dim] * ranks.world
-        sent = Sent(whole, self._access, batch.owned, batch.asked, widths, ranks)
+        marks = (
+            [at + n * dim for at, n in zip(layout.to, batch.owned)],
+            [at + n * dim for at, n in zip(layout.of, batch.asked)],
+        )
+        pending = Sent(whole, self._access, layout, marks, ranks)
 
         def receive() -> torch.Tensor:
             out = AnswersOfOwners.apply(
-                trained, sent, index, batch.asked, batch.owned, self._repeated, self._wire
+                trained, pending, dim, index, batch.asked, batch.owned, self._repeated, self._wire
             )
             return out.to(device=batch.device, dtype=self.dtype)
 

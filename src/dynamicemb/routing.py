@@ -22,7 +22,7 @@ from torchrec.streamable import Multistreamable
 
 from dynamicemb.exchange import STEP
 from embstore.distributed.bag_messages import PackedBags, message_bytes, pack_bags, unpack_bags
-from embstore.distributed.exchange import all_to_all, swap_headers
+from embstore.distributed.exchange import all_to_all, swap_headers, to_others
 from embstore.distributed.ranks import Ranks, TorchRanks
 from embstore.distributed.routing import regroup, route_keys
 from embstore.nn.batch import as_key_tensor, as_weights
@@ -196,7 +196,14 @@ class BagRouting(_Routing):
     def prepare(self, features: KeyedJaggedTensor) -> tuple[_Bags, torch.Tensor]:
         keys, lengths, offsets, weights, device = self._inputs(features)
         packed = pack_bags(
-            keys, offsets, weights, self._features, self._world, self._ownership, self._rank_of_feature
+            keys,
+            offsets,
+            weights,
+            self._features,
+            self._world,
+            self._ranks.rank,
+            self._ownership,
+            self._rank_of_feature,
         )
         scale = None
         if self._any_mean and weights is None and not self._rank_of_feature:
@@ -210,10 +217,13 @@ class BagRouting(_Routing):
         owned: list[int] = headers[:, 1].tolist()
         features, weighted = self._own_features, self._weighted
         receive = [message_bytes(n, features, s, weighted=weighted) for n, s in zip(owned, samples)]
-        messages, wait = all_to_all(prepared.packed.messages, prepared.packed.bytes, receive, ranks, STEP)
+        outgoing, own = prepared.packed.split(ranks.rank)
+        incoming, wait = to_others(outgoing, prepared.packed.bytes, receive, ranks, STEP)
 
         def finish() -> OwnedKeys:
             wait()
+            messages = list(incoming.split([n for r, n in enumerate(receive) if r != ranks.rank]))
+            messages.insert(ranks.rank, own)
             keys, offsets, weights = unpack_bags(messages, owned, samples, features, weighted=weighted)
             return OwnedKeys(
                 keys, offsets, prepared.device, weights, samples=samples, mean_scale=prepared.mean_scale

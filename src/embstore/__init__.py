@@ -41,12 +41,20 @@ from embstore.optimizers import (
     RowwiseAdagrad,
     SmartDecayAdam,
 )
-from embstore.options import Admission, CheckMode, DType, EvictionLog, ScoreStrategy, TableOptions
+from embstore.options import (
+    Admission,
+    CheckMode,
+    DType,
+    EvictionLog,
+    RefusedKeysError,
+    ScoreStrategy,
+    TableOptions,
+)
 from embstore.ownership import Ownership, owner
 from embstore.rows import Rows, Stats
 from embstore.slot_map import SlotMap
 from embstore.string_ids import ids_from
-from embstore.table import RefusedKeysError, Table
+from embstore.table import Table
 from embstore.threads import get_num_threads, isa, set_num_threads
 
 if TYPE_CHECKING:

@@ -137,23 +137,28 @@ def curve(sample: MissSample, rows: Sequence[int], row_bytes: float) -> tuple[Po
     )
 
 
-def notes_on(points: Sequence[Point], capacity: int, evicted: float, returned: float) -> tuple[str, ...]:
-    """What follows from a curve, in words."""
+def notes_on(
+    points: Sequence[Point], capacity: int, evicted: float, returned: float, keeps_frequent: bool
+) -> tuple[str, ...]:
+    """What follows from a curve, in words, for a table that keeps the most used ids or the last used ones."""
     notes = []
     here = next((p for p in points if p.rows == capacity), None)
     if here and here.by_recency is not None and here.by_frequency is not None:
-        if here.by_frequency > here.by_recency + 0.02 and evicted:
+        if here.by_frequency > here.by_recency + 0.02 and evicted and not keeps_frequent:
             notes.append("keeping the most used ids would find more than keeping the last used ones")
+        if here.by_recency > here.by_frequency + 0.02 and evicted and keeps_frequent:
+            notes.append("keeping the last used ids would find more: a shorter half_life, or 'timestamp'")
         best = max(max(p.by_recency or 0, p.by_frequency or 0) for p in points)
         enough = next(p for p in points if max(p.by_recency or 0, p.by_frequency or 0) >= best - 0.01)
         if enough.rows != capacity:
             notes.append(f"{enough.rows:,} rows come within 1 % of the best hit rate above")
     if evicted and returned > 0.2 * evicted:
-        notes.append("many evicted ids come back: the table is too small, or evicts the wrong ones")
+        wrong = "" if keeps_frequent else ", or evicts the wrong ones"
+        notes.append(f"many evicted ids come back: the table is too small{wrong}")
     return tuple(notes)
 
 
-def advice_from(sample: MissSample, now: int, row_bytes: float, **facts: Any) -> Advice:
+def advice_from(sample: MissSample, now: int, row_bytes: float, keeps_frequent: bool, **facts: Any) -> Advice:
     """The advice of a sample, for a table of `now` rows of so many bytes. `facts` are the other fields."""
     points = curve(sample, capacities(now, sample.ids), row_bytes)
     return Advice(
@@ -161,6 +166,6 @@ def advice_from(sample: MissSample, now: int, row_bytes: float, **facts: Any) ->
         evicted=round(sample.evicted),
         returned=round(sample.returned),
         points=points,
-        notes=notes_on(points, now, sample.evicted, sample.returned),
+        notes=notes_on(points, now, sample.evicted, sample.returned, keeps_frequent),
         **facts,
     )

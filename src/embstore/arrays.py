@@ -69,7 +69,8 @@ def as_keys(keys: object, name: str = "keys") -> Keys:
     if array.size == 0 and not isinstance(keys, np.ndarray):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} should be integers but their dtype is: {array.dtype}")
+        hint = "" if array.dtype.kind in "fcb" else "; embstore.ids_from makes ids of strings"
+        raise TypeError(f"{name} should be integers but their dtype is: {array.dtype}{hint}")
     if array.dtype == np.uint64:
         array = array.view(np.int64)
     flat = np.ascontiguousarray(array, dtype=np.int64)

@@ -1,7 +1,9 @@
-"""Lookups of several tables in one call of the engine, on numpy arrays.
+"""Lookups and updates of several tables in one call of the engine, on numpy arrays.
 
     requests = [Request(users, [7, -1]), Request(items, [3, 3, 5], Pooling.SUM, offsets=[0, 2, 3])]
     of_users, of_items = look_up(requests, Access.TRAIN)
+
+    apply_gradients([Update(users, [7, -1], of_users), Update(items, [3, 3, 5], of_items, [0, 2, 3])])
 
 A result is float32 and has the shape (keys, dim), or (samples, dim) where it is pooled. torch is not needed:
 `embstore.nn.batch` does the same with autograd.
@@ -10,7 +12,7 @@ A result is float32 and has the shape (keys, dim), or (samples, dim) where it is
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore import _core
-from embstore.arrays import address, as_keys, empty_floats
+from embstore.arrays import address, as_floats, as_keys, empty_floats
 from embstore.options import Access as Access
 from embstore.options import DType
 from embstore.table import Table
@@ -46,13 +48,19 @@ def look_up(requests: Sequence[Request], access: Access) -> list[npt.NDArray[np.
     """The vectors of each request. The engine's threads are shared among the tables; a table that appears
     again is looked up in a second pass. Raises (or warns) where keys are refused, as their table asks for."""
     outs: list[Any] = [None] * len(requests)
-    waiting = list(range(len(requests)))
-    while waiting:
-        first = {id(requests[i].table): i for i in reversed(waiting)}
-        for i, out in zip(first.values(), _one_pass([requests[i] for i in first.values()], access)):
+    for numbers in _passes([r.table for r in requests]):
+        for i, out in zip(numbers, _one_pass([requests[i] for i in numbers], access)):
             outs[i] = out
-        waiting = [i for i in waiting if i not in first.values()]
     return outs
+
+
+def _passes(tables: Sequence[Table]) -> Iterator[list[int]]:
+    """The numbers of all tables, in groups in which no table comes twice."""
+    waiting = list(range(len(tables)))
+    while waiting:
+        first = list({id(tables[i]): i for i in reversed(waiting)}.values())
+        yield first
+        waiting = [i for i in waiting if i not in first]
 
 
 def _one_pass(requests: Sequence[Request], access: Access) -> list[npt.NDArray[np.float32]]:
@@ -90,3 +98,46 @@ def _one_pass(requests: Sequence[Request], access: Access) -> list[npt.NDArray[n
         if refused:
             r.table.report_refused(refused, keys.n)
     return outs
+
+
+@dataclass(frozen=True)
+class Update:
+    """Gradients (n, dim) of keys (n) of a table. With offsets (samples + 1) they are those of the sums of the
+    keys of each sample: (samples, dim)."""
+
+    table: Table
+    keys: Any
+    gradients: Any
+    offsets: Any = None
+
+
+def apply_gradients(updates: Sequence[Update], *, renew_scores: bool = False) -> None:
+    """One optimizer step of every table, as `Table.apply_gradients`. A table that appears again moves a
+    second time within the step."""
+    steps = [u.table.step_options(count=False) for u in updates]
+    for numbers in _passes([u.table for u in updates]):
+        requests, kept = [], []
+        for i in numbers:
+            u = updates[i]
+            keys = as_keys(u.keys)
+            offsets = None if u.offsets is None else as_keys(u.offsets, "offsets")
+            samples = 0 if offsets is None else offsets.n - 1
+            if samples < 0:
+                raise ValueError("offsets should have at least one item but are empty")
+            rows = keys.n if offsets is None else samples
+            gradients = as_floats(u.gradients, (rows, u.table.dim), "gradients")
+            kept.append((keys, offsets, gradients))
+            requests.append(
+                _core.KeyGradients(
+                    u.table._core,
+                    keys.address,
+                    keys.n,
+                    0 if offsets is None else offsets.address,
+                    samples,
+                    address(gradients),
+                    steps[i],
+                )
+            )
+        _core.apply_gradients_by_key(requests, renew_scores)
+    for table in {id(u.table): u.table for u in updates}.values():
+        table.optimizer_step += 1

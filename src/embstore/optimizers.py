@@ -10,18 +10,11 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from embstore import _core
-
-
-def _check(optimizer: Optimizer, name: str, low: float, high: float, *, open_high: bool = False) -> None:
-    value = getattr(optimizer, name)
-    ok = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-    if not ok or value < low or value > high or (open_high and value >= high):
-        bound = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name} should be a finite number {bound} but is: {value!r}")
+from embstore.optimizer_base import Optimizer as Optimizer  # it is looked for here
+from embstore.optimizer_base import check_range
 
 
 def _check_betas(betas: Any) -> None:
@@ -45,75 +38,6 @@ class EpsPlacement(enum.IntEnum):
 
     TORCH = 0
     KERAS = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """Base of all optimizers; use one of the subclasses.
-
-    Args:
-        lr: learning rate; `Table.learning_rate` overrides it from then on.
-        weight_decay: added to the gradient, as in torch, unless the class says otherwise.
-        clip_value: above 0, each component of a row's summed gradient is clamped to +-clip_value.
-        clip_norm: above 0, a row's summed gradient is scaled down to this L2 norm.
-
-    Raises:
-        TypeError: it is made itself, not one of its subclasses.
-        ValueError: a number is out of range.
-
-    Examples:
-        >>> import embstore
-        >>> isinstance(embstore.Adam(lr=0.1), embstore.Optimizer)
-        True
-    """
-
-    lr: float = 0.01
-    weight_decay: float = 0.0
-    clip_value: float = 0.0
-    clip_norm: float = 0.0
-
-    engine_name: ClassVar[str] = ""
-    decoupled: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not self.engine_name:
-            raise TypeError("Optimizer should be one of its subclasses, such as SGD or Adam")
-        for name in ("lr", "weight_decay", "clip_value", "clip_norm"):
-            _check(self, name, 0.0, math.inf)
-        self.check()
-
-    def check(self) -> None:
-        """Validates what the subclass adds."""
-
-    @property
-    def initial_accumulator(self) -> float:
-        """First value of accumulators that may start above zero."""
-        return 0.0
-
-    def step_values(self) -> dict[str, Any]:
-        """What the subclass adds to the engine's step options."""
-        return {}
-
-    def step_options(self, learning_rate: float, step: int) -> _core.StepOptions:
-        """The engine's options for step number `step` (from 1)."""
-        options = _core.StepOptions()
-        options.learning_rate = learning_rate
-        options.step = step
-        options.weight_decay = self.weight_decay
-        options.decoupled_weight_decay = self.decoupled
-        options.clip_value = self.clip_value
-        options.clip_norm = self.clip_norm
-        for name, value in self.step_values().items():
-            setattr(options, name, value)
-        return options
-
-    def state_names(self, dim: int) -> list[tuple[str, int]]:
-        """Names and widths of the states of a row, in the order in which they lie in it."""
-        return list(_core.optimizer_states(self.engine_name, dim))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The class name under "name" and every field; `from_dict` is the inverse."""
-        return {"name": type(self).__name__, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +75,8 @@ class SGD(Optimizer):
     velocity: bool = False
 
     def check(self) -> None:
-        _check(self, "momentum", 0.0, math.inf)
-        _check(self, "dampening", -math.inf, math.inf)
+        check_range(self, "momentum", 0.0, math.inf)
+        check_range(self, "dampening", -math.inf, math.inf)
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError("nesterov should come with a momentum above 0 and no dampening")
         if self.velocity and self.dampening != 0:
@@ -203,8 +127,8 @@ class Adagrad(Optimizer):
     engine_name: ClassVar[str] = "adagrad"
 
     def check(self) -> None:
-        _check(self, "eps", 0.0, math.inf)
-        _check(self, "initial_accumulator_value", 0.0, math.inf)
+        check_range(self, "eps", 0.0, math.inf)
+        check_range(self, "initial_accumulator_value", 0.0, math.inf)
 
     @property
     def initial_accumulator(self) -> float:
@@ -280,7 +204,7 @@ class Adam(Optimizer):
     engine_name: ClassVar[str] = "adam"
 
     def check(self) -> None:
-        _check(self, "eps", 0.0, math.inf)
+        check_range(self, "eps", 0.0, math.inf)
         _check_betas(self.betas)
 
     def step_values(self) -> dict[str, Any]:
@@ -386,8 +310,8 @@ class Adadelta(Optimizer):
     engine_name: ClassVar[str] = "adadelta"
 
     def check(self) -> None:
-        _check(self, "eps", 0.0, math.inf)
-        _check(self, "rho", 0.0, 1.0)
+        check_range(self, "eps", 0.0, math.inf)
+        check_range(self, "rho", 0.0, 1.0)
 
     def step_values(self) -> dict[str, Any]:
         return {"rho": self.rho, "eps": self.eps}
@@ -437,9 +361,9 @@ class Ftrl(Optimizer):
     def check(self) -> None:
         if self.lr == 0:
             raise ValueError("lr should be above 0 for Ftrl, whose rule divides by it, but is: 0")
-        _check(self, "lr_power", -math.inf, math.inf)
+        check_range(self, "lr_power", -math.inf, math.inf)
         for name in ("initial_accumulator_value", "lambda1", "lambda2", "beta", "l2_shrinkage"):
-            _check(self, name, 0.0, math.inf)
+            check_range(self, name, 0.0, math.inf)
 
     @property
     def initial_accumulator(self) -> float:
@@ -495,7 +419,7 @@ class SmartDecayAdam(Optimizer):
     engine_name: ClassVar[str] = "smart_decay_adam"
 
     def check(self) -> None:
-        _check(self, "eps", 0.0, math.inf)
+        check_range(self, "eps", 0.0, math.inf)
         _check_betas(self.betas)
 
     def step_values(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ DEFAULT_MAX_CAPACITY = 1 << 30
 
 
 class ScoreStrategy(enum.IntEnum):
-    """How the score of a key follows its use; the smallest score of a bucket is evicted first.
+    """How the score of a key follows its use; the smallest score of a class of keys is evicted first.
 
     TIMESTAMP: nanoseconds of the last use. STEP: number of the batch of the last use. CUSTOMIZED: what
     `table.score = n` said. LFU: occurrences so far. AGED_LFU: occurrences that count half after a half-life.
@@ -46,6 +46,11 @@ class ScoreStrategy(enum.IntEnum):
     def ages(self) -> bool:
         """Whether its scores lose half of their worth with every half-life."""
         return self in (ScoreStrategy.AGED_LFU, ScoreStrategy.IMPORTANCE)
+
+    @property
+    def keeps_frequent(self) -> bool:
+        """Whether the most used ids stay, rather than the last used ones."""
+        return self.ages or self == ScoreStrategy.LFU
 
 
 class Admission(enum.IntEnum):
@@ -79,6 +84,20 @@ class CheckMode(enum.IntEnum):
     ERROR = 0
     WARNING = 1
     IGNORE = 2
+
+
+class RefusedKeysError(RuntimeError):
+    """Keys found no place because their buckets are full of keys of the same batch (check_mode="error").
+
+    Examples:
+        >>> import embstore
+        >>> table = embstore.Table("user", dim=2, max_capacity=128, check_mode="error")
+        >>> try:
+        ...     vectors = table.find_or_insert(range(1000))
+        ... except embstore.RefusedKeysError as error:
+        ...     print("a larger max_capacity" in str(error))
+        True
+    """
 
 
 class EvictionLog(enum.IntEnum):
@@ -163,6 +182,7 @@ class AllTableKeywords(TableKeywords, total=False):
 
 
 _NOT_NAMED = cast(ScoreStrategy, None)
+_NOT_SAID = cast(bool, None)
 
 
 def as_age(value: object, strategy: ScoreStrategy, name: str, *, zero: bool = False) -> int:
@@ -197,10 +217,11 @@ class TableOptions:
         max_capacity: rows at most; beyond it the smallest scores go ("no_eviction": the table grows on)
         max_bytes: instead of max_capacity: as many rows as fit, with their share of the index; it becomes
             max_capacity, and reads None afterwards
-        bucket_capacity: rows of a bucket, a multiple of 16
+        bucket_capacity: rows of a bucket, a multiple of 16; a victim is searched among 128 or so many rows
         max_load_factor: the index grows beyond this fraction of its capacity; 0.9 costs least memory
         score_strategy: "timestamp", "step", "customized", "lfu", "importance", "no_eviction", or
-            "aged_lfu", which "lfu" means with a half_life or with admission="frequency"
+            "aged_lfu", which "lfu" means with a half_life or with admission="frequency", as does a half_life
+            alone
         half_life: of aged scores, in training batches. 0: max(32768, 2 * max_capacity) ids
         evict_least_used: evicts the key with the fewest occurrences, whatever its score; takes 4 bytes a row
         seed: of the initial values. None: 0 in a Table, drawn from torch's generator in a module
@@ -214,7 +235,7 @@ class TableOptions:
             only if it was more frequent lately than the key that goes. Takes 16 bytes a row
         shared_rows: rows that all ids without a row of their own read and train. 0: such ids read 0.0
         start_from_shared: a new row begins with the vector of its shared row once that is in use, else with
-            its initial value
+            its initial value, as in a module that decides by itself which rows stay
         ttl: a row that is not used in training for so long is removed, within an eighth of that time more:
             seconds, or batches where the score_strategy is "step". None: never. "timestamp",
             "no_eviction" and "step" only
@@ -250,9 +271,10 @@ class TableOptions:
     admission: Admission = Admission.ALL
     half_life: int = 0
     shared_rows: int = 0
-    start_from_shared: bool = True
+    start_from_shared: bool = _NOT_SAID  # True, unless a module decides
     ttl: float | None = None
     _names_strategy: ClassVar[bool] = False
+    _says_start: ClassVar[bool] = False
     _bytes_given: ClassVar[int | None] = None  # max_bytes, before it became max_capacity
 
     if TYPE_CHECKING:  # names of enum members are taken too
@@ -291,13 +313,17 @@ class TableOptions:
         if not 1 <= self.dim <= 1 << 16:
             raise ValueError(f"dim should be between 1 and {1 << 16} but is: {self.dim}")
         if not isinstance(self.optimizer, Optimizer):
-            raise ValueError(f"optimizer should be an embstore optimizer but is: {self.optimizer!r}")
+            raise ValueError(
+                f"optimizer should be one such as embstore.Adam(lr=0.01) but is: {self.optimizer!r}"
+            )
         if not isinstance(self.initializer, Initializer) or self.initializer.code < 0:
             raise ValueError(f"initializer should be an embstore initializer but is: {self.initializer!r}")
         if not isinstance(self.dtype, DType):
             put("dtype", as_enum(DType, "dtype", str(self.dtype).removeprefix("torch.")))
         if not isinstance(self.evict_least_used, bool):
             raise ValueError(f"evict_least_used should be True or False but is: {self.evict_least_used!r}")
+        put("_says_start", self.start_from_shared is not None)
+        put("start_from_shared", self.start_from_shared if self._says_start else True)
         if not isinstance(self.start_from_shared, bool):
             raise ValueError(f"start_from_shared should be True or False but is: {self.start_from_shared!r}")
         named = self.score_strategy is not None
@@ -306,6 +332,8 @@ class TableOptions:
             "score_strategy",
             as_enum(ScoreStrategy, "score_strategy", self.score_strategy)
             if named
+            else ScoreStrategy.AGED_LFU
+            if self.half_life
             else ScoreStrategy.TIMESTAMP,
         )
         put("admission", as_enum(Admission, "admission", self.admission))
@@ -345,6 +373,11 @@ class TableOptions:
             or self.shared_rows
             or self.ttl is not None
         )
+
+    @property
+    def keeps_frequent(self) -> bool:
+        """Whether a full table keeps the ids that are used most, rather than those that were used last."""
+        return self.evict_least_used or self.score_strategy.keeps_frequent
 
     @property
     def counts_keys(self) -> bool:

@@ -22,6 +22,7 @@ from embstore.options import (
     Admission,
     CheckMode,
     DType,
+    RefusedKeysError,
     ScoreStrategy,
     TableOptions,
 )
@@ -36,20 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from embstore.options import AllTableKeywords
-
-
-class RefusedKeysError(RuntimeError):
-    """Keys found no place because their buckets are full of keys of the same batch (check_mode="error").
-
-    Examples:
-        >>> import embstore
-        >>> table = embstore.Table("user", dim=2, max_capacity=128, check_mode="error")
-        >>> try:
-        ...     vectors = table.find_or_insert(range(1000))
-        ... except embstore.RefusedKeysError as error:
-        ...     print("a larger max_capacity" in str(error))
-        True
-    """
 
 
 class Table(TableOverStore):

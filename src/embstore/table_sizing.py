@@ -184,6 +184,7 @@ class TableSizing(TableCopies):
             sample,
             now,
             stats.bytes / max(stats.size, 1),
+            self._table.options.keeps_frequent,
             table=self._table.name,
             rows=stats.size,
             capacity=stats.max_capacity if bounded else stats.size,

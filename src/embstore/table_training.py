@@ -10,7 +10,6 @@ import numpy.typing as npt
 from embstore import _core
 from embstore.arrays import address, as_floats, as_keys
 from embstore.optimizers import Optimizer
-from embstore.options import DType
 from embstore.rows import Rows
 from embstore.table_sizing import TableSizing
 
@@ -90,7 +89,8 @@ class TableTraining(TableSizing):
         if missing == "error" and not np.all(table.contains(k.numpy())):
             raise KeyError(f"keys should all be in table {table.name!r} but some are not")
         step = table.step_options(count=False)
-        table._core.apply_gradients(k.address, k.n, address(g), int(DType.FLOAT32), step, renew_scores)
+        request = _core.KeyGradients(table._core, k.address, k.n, 0, 0, address(g), step)
+        _core.apply_gradients_by_key([request], renew_scores)
         table.optimizer_step += 1
 
     def apply_gradients_to_shared(self, numbers: object, gradients: object) -> None:
@@ -161,3 +161,39 @@ class TableTraining(TableSizing):
         """
         counters = np.ascontiguousarray(counters, np.uint16)
         return self._table._core.restore_admission_counters(address(counters), len(counters))
+
+    def take_admission_changes(self) -> npt.NDArray[np.uint16] | None:
+        """What changed of `admission_counters` since the last call, or since `track_changes`.
+
+        Returns:
+            The changes, for `apply_admission_changes` alone, or None where nothing counts keys.
+
+        Raises:
+            RuntimeError: the table is closed, or does not track changes.
+        """
+        table = self._table
+        return table._core.take_counter_changes() if table.options.counts_keys else None
+
+    def return_admission_changes(self, taken: npt.NDArray[np.uint16]) -> None:
+        """Makes changes that could not be used part of the next ones.
+
+        Args:
+            taken: what `take_admission_changes` returned.
+        """
+        self._table._core.return_counter_changes(address(taken), len(taken))
+
+    def apply_admission_changes(self, changes: npt.NDArray[np.uint16]) -> bool:
+        """Counts on as the table that the changes come from.
+
+        Args:
+            changes: what `take_admission_changes` returned, in the same order.
+
+        Returns:
+            False, and nothing changes, where they are for another threshold or capacity.
+
+        Raises:
+            ValueError: they are not what a table gave.
+            RuntimeError: the table is closed.
+        """
+        changes = np.ascontiguousarray(changes, np.uint16)
+        return self._table._core.apply_counter_changes(address(changes), len(changes))

@@ -21,7 +21,7 @@ from embstore.nn.row_module import RowModule
 from embstore.stores import SsdStore
 from one_embedding.ids import STREAM, Beginnings, check_tables, checked_ids
 from one_embedding.optimizer import Rule, rule_of
-from one_embedding.options import Options, StoreOptions, initializer_from, make_normal_initializer
+from one_embedding.options import Options, StoreOptions, columns_of, initializers_of
 from one_embedding.persistent_table import as_numpy_dtype, make_persistent_table_reader
 from one_embedding.ranks import Ranks
 from one_embedding.served import ServedMultiTableEmbedding
@@ -97,9 +97,9 @@ class MultiTableMultiColumnEmbedding(RowModule):
         if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
             raise ValueError(f"padding_idx should be an integer or None but is: {padding_idx!r}")
         self.name, self.key_type, self.padding_idx, self.seed = name, torch_key_type, padding_idx, seed
-        self.columns = _columns(embedding_dim)
+        self.columns = columns_of(embedding_dim)
         self.embedding_dim = sum(self.columns)
-        self._initializers = _initializers(tables, default_initializer, len(self.columns))
+        self._initializers = initializers_of(tables, default_initializer, len(self.columns))
         self._beginnings = Beginnings(self._initializers, self.columns, seed)
         self._options = StoreOptions.from_dict(store_options)
         self._row_floats = self._options.row_floats(self.embedding_dim)
@@ -476,34 +476,3 @@ def _rank_folder(rank: int, world: int) -> str:
 
 def _resident(table: embstore.Table) -> Iterator[embstore.Rows]:
     return table.resident(with_values=False, with_states=False)
-
-
-def _columns(embedding_dim: int | Sequence[int]) -> tuple[int, ...]:
-    columns = tuple(embedding_dim) if isinstance(embedding_dim, (list, tuple)) else (embedding_dim,)
-    if not columns or any(isinstance(c, bool) or not isinstance(c, int) or c < 1 for c in columns):
-        raise ValueError(f"embedding_dim should be positive integers but is: {embedding_dim!r}")
-    return columns
-
-
-def _initializers(
-    tables: Sequence[Options] | None, default: Options | None, columns: int
-) -> tuple[tuple[embstore.Initializer, ...], ...]:
-    """For each table the initializers of its columns."""
-    if tables is None:
-        chosen = make_normal_initializer(0.0, 0.05) if default is None else default
-        tables = [{"initializer": chosen}]
-    if not isinstance(tables, (list, tuple)) or not tables:
-        raise ValueError(f"tables should be a list of make_table_options but is: {tables!r}")
-    result = []
-    for number, table in enumerate(tables):
-        name = f"tables[{number}]"
-        if isinstance(table, dict) and "columns" in table:
-            given = [column.get("initializer") for column in table["columns"]]
-        elif isinstance(table, dict) and "initializer" in table:
-            given = [table["initializer"]] * columns
-        else:
-            raise ValueError(f"{name} should be made by make_table_options but is: {table!r}")
-        if len(given) != columns:
-            raise ValueError(f"{name} should have {columns} columns but has: {len(given)}")
-        result.append(tuple(initializer_from(options, name) for options in given))
-    return tuple(result)

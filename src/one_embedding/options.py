@@ -313,3 +313,35 @@ class StoreOptions:
             options.get("size_factor", 1),
             options.get("storage_dim", -1),
         )
+
+
+def columns_of(embedding_dim: int | Sequence[int]) -> tuple[int, ...]:
+    """The widths of the columns of a row."""
+    columns = tuple(embedding_dim) if isinstance(embedding_dim, (list, tuple)) else (embedding_dim,)
+    if not columns or any(isinstance(c, bool) or not isinstance(c, int) or c < 1 for c in columns):
+        raise ValueError(f"embedding_dim should be positive integers but is: {embedding_dim!r}")
+    return columns
+
+
+def initializers_of(
+    tables: Sequence[Options] | None, default: Options | None, columns: int
+) -> tuple[tuple[Initializer, ...], ...]:
+    """For each table the initializers of its columns."""
+    if tables is None:
+        chosen = make_normal_initializer(0.0, 0.05) if default is None else default
+        tables = [{"initializer": chosen}]
+    if not isinstance(tables, (list, tuple)) or not tables:
+        raise ValueError(f"tables should be a list of make_table_options but is: {tables!r}")
+    result = []
+    for number, table in enumerate(tables):
+        name = f"tables[{number}]"
+        if isinstance(table, dict) and "columns" in table:
+            given = [column.get("initializer") for column in table["columns"]]
+        elif isinstance(table, dict) and "initializer" in table:
+            given = [table["initializer"]] * columns
+        else:
+            raise ValueError(f"{name} should be made by make_table_options but is: {table!r}")
+        if len(given) != columns:
+            raise ValueError(f"{name} should have {columns} columns but has: {len(given)}")
+        result.append(tuple(initializer_from(options, name) for options in given))
+    return tuple(result)

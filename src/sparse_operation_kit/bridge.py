@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+ALIGNMENT = 64  # of memory that TensorFlow computes on
+SMALL_BYTES = 1 << 12  # copying these takes no longer
+
 # AutoGraph would rewrite what a tf.function calls, and slow down the Python that runs at every step.
 unconverted = tf.autograph.experimental.do_not_convert
 
@@ -20,6 +23,15 @@ def as_array(tensor: Any) -> np.ndarray:
     """The memory of an eager tensor, without a copy. Read-only."""
     buffer = tensor.shape.num_elements() and tensor.dtype != tf.bfloat16  # which Python's buffers do not know
     return np.asarray(memoryview(tensor)) if buffer else tensor.numpy()
+
+
+def as_tensor(array: Any, dtype: tf.DType) -> tf.Tensor:
+    """The array as an eager tensor, which takes its memory over where it can: the caller lets go of it."""
+    large = isinstance(array, np.ndarray) and array.nbytes > SMALL_BYTES
+    if large and array.flags.carray and array.dtype == dtype.as_numpy_dtype:
+        if array.ctypes.data % ALIGNMENT == 0:
+            return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.convert_to_tensor(array, dtype)
 
 
 def in_session_graph() -> bool:
@@ -41,7 +53,7 @@ def call(
     """function(*arrays) -> arrays of these types, as tensors."""
     if tf.executing_eagerly():
         results = function(*(as_array(tf.convert_to_tensor(x)) for x in inputs))
-        return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes)]
+        return [as_tensor(result, dtype) for result, dtype in zip(results, dtypes)]
     return list(tf.numpy_function(lambda *arrays: list(function(*arrays)), inputs, list(dtypes)))
 
 

@@ -6,6 +6,7 @@ combiner     "sum": row 1 + row 1, row 3 + row 4 + row 5; "mean": divided by 2 a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +93,6 @@ def lookup_sparse(
         found = pool_rows(
             [variables[i] for i in quick],
             [samples[i].keys for i in quick],
-            [samples[i].sample_of for i in quick],
             [samples[i].offsets() for i in quick],
             [combiners[i] for i in quick],
             training=training,
@@ -224,22 +224,31 @@ class _Samples:
     """Keys (n), the sample of each (n), weights (n) or None, and the number of samples."""
 
     def __init__(self, ids: Any, weights: Any) -> None:
-        self._splits = ids.row_splits if isinstance(ids, tf.RaggedTensor) else None
-        self.keys, self.sample_of, self.count = self._parts(ids, "sp_ids")
+        self._ids, self._weights = ids, weights
+        self.keys, self.count = self._parts(ids, "sp_ids")
         self.keys = as_keys(self.keys, "sp_ids")
         self.weights = None
         if weights is not None:
-            values, self._sample_of_weight, _ = self._parts(weights, "sp_weights")
+            values, _ = self._parts(weights, "sp_weights")
             self.weights = tf.cast(values, tf.float32)
+
+    @functools.cached_property
+    def sample_of(self) -> tf.Tensor:
+        """Only where it is needed: for a RaggedTensor, TensorFlow takes dozens of operations."""
+        return self._samples(self._ids)
 
     def samples_of_weights(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The sample of each key, and that of each weight, which should be the same."""
-        return tf.cast(self.sample_of, tf.int64), tf.cast(self._sample_of_weight, tf.int64)
+        return tf.cast(self.sample_of, tf.int64), tf.cast(self._samples(self._weights), tf.int64)
+
+    @staticmethod
+    def _samples(value: Any) -> tf.Tensor:
+        return value.indices[:, 0] if isinstance(value, tf.SparseTensor) else value.value_rowids()
 
     def offsets(self) -> tf.Tensor:
         """Where the keys of each sample begin, and where those of the last end."""
-        if self._splits is not None:
-            return tf.cast(self._splits, tf.int64)
+        if isinstance(self._ids, tf.RaggedTensor):
+            return tf.cast(self._ids.row_splits, tf.int64)
         ordered = tf.debugging.assert_non_negative(
             self.sample_of[1:] - self.sample_of[:-1], "sp_ids should be in order: call tf.sparse.reorder"
         )
@@ -247,15 +256,15 @@ class _Samples:
             return tf.searchsorted(self.sample_of, tf.range(self.count + 1), out_type=tf.int64)
 
     @staticmethod
-    def _parts(value: Any, name: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _parts(value: Any, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         if isinstance(value, tf.SparseTensor):
             if value.dense_shape.shape[0] not in (2, None):
                 raise ValueError(f"{name} should have 2 dimensions but has: {value.dense_shape.shape[0]}")
-            return value.values, value.indices[:, 0], value.dense_shape[0]
+            return value.values, value.dense_shape[0]
         if isinstance(value, tf.RaggedTensor):
             if value.ragged_rank != 1 or value.shape.rank != 2:
                 raise ValueError(f"{name} should have 2 dimensions but has: {value.shape.rank}")
-            return value.values, value.value_rowids(), value.nrows()
+            return value.values, value.nrows()
         raise ValueError(
             f"{name} should be a tf.SparseTensor or tf.RaggedTensor but is: {type(value).__name__}"
         )

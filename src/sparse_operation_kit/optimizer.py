@@ -17,10 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 import embstore
+from embstore.lookup import Update, apply_gradients
 from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.keys import as_keys
+from sparse_operation_kit.rows import BagSlices
 from sparse_operation_kit.rules import Rule, read_rule, sgd_rule
 from sparse_operation_kit.static import StaticVariable
 
@@ -174,12 +176,23 @@ class RowOptimizer:
             return []
         variables = [v for _, v in pairs]
 
+        bags = [isinstance(g, BagSlices) for g, _ in pairs]
+
         def update(lr: np.ndarray, updates: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            for i, variable in enumerate(variables):
-                _step(variable.table, lr, updates, arrays[2 * i], arrays[2 * i + 1], renew_scores=True)
+            parts = iter(arrays)
+            requests = []
+            for variable, pooled in zip(variables, bags):
+                table = variable.table
+                table.learning_rate, table.optimizer_step = float(lr), int(updates)
+                requests.append(Update(table, next(parts), next(parts), next(parts) if pooled else None))
+            apply_gradients(requests, renew_scores=True)
             return [np.int64(len(variables))]
 
-        inputs = [x for g, _ in pairs for x in (tf.cast(g.indices, tf.int64), tf.cast(g.values, tf.float32))]
+        inputs = []
+        for (gradient, _), pooled in zip(pairs, bags):
+            values = gradient.sums if pooled else gradient.values
+            inputs += [tf.cast(gradient.indices, tf.int64), tf.cast(values, tf.float32)]
+            inputs += [gradient.offsets] if pooled else []
         return bridge.call(update, [rate, before, *inputs], [tf.int64])
 
     def _apply_static(
@@ -245,6 +258,8 @@ def _warn_of_no_variables() -> None:
 
 def _check_shape(gradient: Any, var: Any) -> None:
     """Before any row changes; a tf.function may not know all of the shape."""
+    if isinstance(gradient, BagSlices):
+        return  # of our own making
     if isinstance(gradient, tf.IndexedSlices):
         found, rows = gradient.values.shape, gradient.indices.shape
     else:
@@ -260,11 +275,10 @@ def _step(
     updates: np.ndarray,
     keys: np.ndarray,
     gradients: np.ndarray,
-    **more: Any,
 ) -> None:
     table.learning_rate = float(lr)
     table.optimizer_step = int(updates)
-    table.apply_gradients(keys, gradients, **more)
+    table.apply_gradients(keys, gradients)
 
 
 class OptimizerWrapper(RowOptimizer):

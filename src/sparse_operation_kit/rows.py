@@ -58,6 +58,32 @@ def _by_key(
         return tf.IndexedSlices(tf.reshape(gradient, [-1, variable.dimension]), tf.reshape(keys, [-1]))
 
 
+def _of_keys(sums: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
+    """The gradients of the sums (samples, dimension), for each key (n, dimension)."""
+    return tf.gather(sums, tf.ragged.row_splits_to_segment_ids(offsets))
+
+
+class BagSlices(tf.IndexedSlices):
+    """The gradient of a variable of which sums of rows were read. `OptimizerWrapper` takes the gradients of
+    the sums; whoever asks for `values` gets one for each key, as in any tf.IndexedSlices.
+
+    sums     (samples, dimension)
+    offsets  (samples + 1): where the keys of each sample begin
+    """
+
+    def __init__(self, sums: tf.Tensor, offsets: tf.Tensor, keys: tf.Tensor) -> None:
+        self.sums, self.offsets = sums, offsets
+        self._indices, self._dense_shape = keys, None
+        self._made: tf.Tensor | None = None
+
+    @property
+    def _values(self) -> tf.Tensor:
+        eager = tf.executing_eagerly()
+        if self._made is None or not eager and self._made.graph is not tf.compat.v1.get_default_graph():
+            self._made = _of_keys(self.sums, self.offsets)
+        return self._made
+
+
 def read_rows(
     variables: Sequence[DynamicVariable],
     keys: Sequence[tf.Tensor],
@@ -133,7 +159,6 @@ def read_and_evict(variable: DynamicVariable, keys: tf.Tensor) -> tuple[tf.Tenso
 def pool_rows(
     variables: Sequence[DynamicVariable],
     keys: Sequence[tf.Tensor],
-    sample_of: Sequence[tf.Tensor],
     offsets: Sequence[tf.Tensor],
     combiners: Sequence[str],
     *,
@@ -159,7 +184,11 @@ def pool_rows(
             for i, (g, split) in enumerate(zip(upstream, splits)):
                 if combiners[i] == "mean":
                     g = tf.math.divide_no_nan(g, tf.cast(split[1:] - split[:-1], tf.float32)[:, tf.newaxis])
-                slices.append(_by_key(tf.gather(g, sample_of[i]), variables[i], ids[i], pooled[i]))
+                if bridge.in_session_graph():
+                    slices.append(_by_key(_of_keys(g, split), variables[i], ids[i], pooled[i]))
+                else:
+                    # Tensors of the backward graph, see `_by_key`.
+                    slices.append(BagSlices(*(tf.identity(x) for x in (g, split, ids[i]))))
             return [*slices, *([None] * (2 * count))]
 
         return pooled, gradient

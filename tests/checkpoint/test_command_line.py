@@ -18,6 +18,7 @@ from checkpoint.test_dump_and_load import write_original
 from typer.testing import CliRunner
 
 import embstore
+from embstore.cli import main
 from embstore.cli.commands import app
 
 
@@ -385,15 +386,21 @@ def test_every_answer_fits_80_columns_and_keys_can_be_pasted_back(tmp_path: Path
     assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", shown), shown  # a time, not 19 digits
 
 
-def test_errors_are_json_when_results_are(tmp_path: Path, dumped: tuple[Path, embstore.Table]) -> None:
+def test_errors_are_json_when_results_are(
+    tmp_path: Path,
+    dumped: tuple[Path, embstore.Table],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     path, _ = dumped
     (tmp_path / "empty").mkdir()
 
     def refused(*arguments: object) -> dict[str, Any]:
-        command = [sys.executable, "-m", "embstore.cli", *map(str, arguments), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        (error,) = (json.loads(line)["error"] for line in done.stderr.splitlines())
-        assert done.returncode == error["exit_code"] != 0
+        monkeypatch.setattr(sys, "argv", ["embstore", *map(str, arguments), "--json"])
+        with pytest.raises(SystemExit) as done:
+            main()
+        (error,) = (json.loads(line)["error"] for line in capfd.readouterr().err.splitlines())
+        assert done.value.code == error["exit_code"] != 0
         return error
 
     assert refused("inspect", tmp_path / "empty")["kind"] == "not a dump"

@@ -12,6 +12,7 @@ import pytest
 
 import embstore
 from embstore.checkpoint import files
+from embstore.checkpoint.drafts import exchange
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.manifest import Manifest
 from embstore.checkpoint.names import KEPT, LONGEST, file_stem, name_of
@@ -210,3 +211,10 @@ def test_a_manifest_keeps_blocks_of_one_row(dumped):
     rule = {"ownership": "continuous", "ownership_rows": 1}
     found = read_changed(dumped, lambda document: change_table(document, **rule))
     assert found.tables["t"].ownership == Blocks(1)
+
+
+def test_folders_that_cannot_change_places_are_an_error_with_its_cause(tmp_path):
+    (tmp_path / "one").mkdir()
+    with pytest.raises(FileNotFoundError, match="No such file or directory, so .*other stays as it was"):
+        exchange(tmp_path / "one", tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -61,6 +61,32 @@ def test_a_follower_has_the_rows_of_the_trainer(tmp_path: Path, strategy: str) -
     require_same(trainer, server)
 
 
+def test_a_log_that_could_not_be_created_leaves_its_tables_as_they_were(tmp_path: Path) -> None:
+    table = make()
+    step(table, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        embstore.IncrementLog.create(tmp_path / "file" / "log", {"model": {"user": table}})
+    with pytest.raises(RuntimeError, match="should be tracked but are not"):
+        table.snapshot_changes()
+
+
+def test_a_damaged_increment_is_not_compacted(tmp_path: Path) -> None:
+    table = make()
+    log = embstore.IncrementLog.create(tmp_path, {"model": {"user": table}})
+    for number in range(3):
+        step(table, number)
+        log.append({"model": {"user": table}})
+    path = next((tmp_path / "increment-000000000002").rglob("user_values"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before = files_in(tmp_path)
+    with pytest.raises(embstore.CheckpointError, match=r"increment-000000000002.*user_values"):
+        log.compact()
+    assert files_in(tmp_path) == before
+
+
 def test_a_follower_far_behind_starts_from_the_new_base(tmp_path: Path) -> None:
     trainer, server = make(), make()
     log = embstore.IncrementLog.create(tmp_path, {"model": {"user": trainer}})

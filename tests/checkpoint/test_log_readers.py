@@ -175,7 +175,9 @@ def test_a_log_that_was_replaced_is_not_followed(tmp_path: Path) -> None:
         follower.follow({"model": {"user": server}})
     shutil.rmtree(tmp_path / "log")
     trained(tmp_path / "log", 3)
-    with pytest.raises(embstore.CheckpointError, match="does not follow"):
+    with pytest.raises(
+        embstore.CheckpointError, match="increment-000000000003: does not follow increment-000000000002,"
+    ):
         follower.follow({"model": {"user": server}})
     require_same(before, server)
 

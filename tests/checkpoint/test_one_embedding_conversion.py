@@ -34,6 +34,18 @@ def trained(optimizer: embstore.Optimizer) -> embstore.Table:
     return table
 
 
+def test_a_dump_without_states_becomes_vectors_alone(tmp_path: Path) -> None:
+    rows = (table := trained(embstore.Adagrad())).rows()
+    embstore.dump(tmp_path / "dump", {"model": {"user": table}})
+    convert(tmp_path / "dump", tmp_path / "oe", "--to", "one_embedding", "--snapshot", "s")
+    kinds = (np.int64, np.float32, 5)
+    with one_embedding.make_persistent_table_reader(str(tmp_path / "oe/user/0-1"), "s", *kinds) as reader:
+        (block,) = list(reader)
+    order = np.argsort(block[0])
+    np.testing.assert_array_equal(block[0][order], rows.keys)
+    np.testing.assert_array_equal(block[1][order], rows.values)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.engine_name)
 def test_rows_and_states_survive_the_way_there_and_back(
     tmp_path: Path, optimizer: embstore.Optimizer

@@ -135,3 +135,33 @@ def test_what_is_not_a_dump_is_called_that(tmp_path: Path) -> None:
     embstore.IncrementLog.create(tmp_path / "log", {"model": {"user": make()}})
     with pytest.raises(embstore.CheckpointError, match="is an increment log, not a dump"):
         embstore.open_dump(tmp_path / "log")
+
+
+def test_files_of_another_number_of_ranks_beside_a_dump_are_refused(tmp_path: Path) -> None:
+    table = make()
+    train(table, 2)
+    write_original(tmp_path / "model", "v2", table, now=0)
+    names = [path.name for path in (tmp_path / "model").glob("*.rank_0.world_size_2")]
+    for name in names:
+        data = (tmp_path / "model" / name).read_bytes()
+        (tmp_path / "model" / name.replace("size_2", "size_3")).write_bytes(data)
+    back = make()
+    with pytest.raises(embstore.CheckpointError, match=r"different world sizes are mixed: \[2, 3\]"):
+        embstore.load(tmp_path, {"model": {"user": back}}, optim=True)
+    assert len(back) == 0
+
+
+@pytest.mark.parametrize("by", [-8, 8, -3])
+def test_scores_that_are_not_one_for_each_key_are_refused(tmp_path: Path, by: int) -> None:
+    table = make()
+    train(table, 2)
+    write_original(tmp_path / "model", "v2", table, now=0)
+    scores = tmp_path / "model" / "user_emb_scores.rank_1.world_size_2"
+    os.truncate(scores, scores.stat().st_size + by)
+    back = make()
+    said = f"{scores.name}: is {'too long' if by > 0 else 'truncated'}"
+    with pytest.raises(embstore.CheckpointError, match=said):
+        embstore.load(tmp_path, {"model": {"user": back}})
+    with pytest.raises(embstore.CheckpointError, match=said):
+        embstore.open_dump(tmp_path)
+    assert len(back) == 0

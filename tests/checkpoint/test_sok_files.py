@@ -38,7 +38,7 @@ def test_a_header_has_room_for_a_state_of_32_bytes_and_no_more():
 @pytest.mark.parametrize(("at", "value"), [(256, len(FileKind)), (292, len(sok._DTYPES))])
 def test_a_header_of_an_unknown_kind_or_type_is_refused(at, value):
     data = bytearray(sok.pack_header(FileKind.KEY, np.int64))
-    data[at : at + 4] = value.to_bytes(4, "little")
+    data[at : at + 4] = value.to_bytes(4, "big")
     with pytest.raises(CheckpointError, match="expected a known kind and element type"):
         sok.parse_header(bytes(data), "file")
 

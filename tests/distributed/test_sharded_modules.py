@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import sharded_jobs as jobs
+from distributed import unequal_jobs
 from faces.dynamicemb import ranks
 
 import embstore
@@ -70,6 +71,22 @@ def test_shared_rows_do_not_depend_on_the_number_of_ranks_that_divides_theirs(
         found.append([getattr(r, f).tobytes() for r in (own, shared) for f in ("keys", "values", "states")])
         assert shared.keys.tolist() == [0, 1, 2, 3] and len(own.keys)
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_module_that_evicts_has_the_same_bits_for_any_number_of_threads_and_after_restarts(
+    tmp_path: Path, world: int
+) -> None:
+    first = ranks.run(world, jobs.evicting, 40, 1)
+    for threads in (2, 4):
+        assert ranks.run(world, jobs.evicting, 40, threads) == first
+    for restart in ("dump", "log"):
+        assert ranks.run(world, jobs.evicting, 40, 2, restart, str(tmp_path / restart)) == first
+
+
+def test_a_rank_keeps_the_rows_that_a_process_with_its_ids_alone_keeps() -> None:
+    alone = [ranks.run(1, jobs.evicting, 40, 1, only=rank)[0] for rank in (0, 1)]
+    assert ranks.run(2, jobs.evicting, 40, 1) == alone
 
 
 def test_the_same_ids_expire_on_any_number_of_ranks() -> None:
@@ -135,11 +152,11 @@ def test_vectors_have_the_dtype_of_the_table_or_the_one_asked_for() -> None:
 
 
 def test_ranks_may_have_different_features_and_every_table_that_is_used_makes_its_step() -> None:
-    assert ranks.run(3, jobs.missing_features) == [{"a": 3, "b": 3}] * 3
+    assert ranks.run(3, unequal_jobs.missing_features) == [{"a": 3, "b": 3}] * 3
 
 
 def test_rows_without_a_gradient_on_any_rank_do_not_move() -> None:
-    ranks.run(2, jobs.unused_outputs)
+    ranks.run(2, unequal_jobs.unused_outputs)
 
 
 FAILURES = {
@@ -158,25 +175,25 @@ FAILURES = {
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_one_rank_that_fails_raises_on_all_and_all_train_on(what: str) -> None:
-    for kind, message in ranks.run(3, jobs.failing_then_training, what):
+    for kind, message in ranks.run(3, unequal_jobs.failing_then_training, what):
         assert (kind, FAILURES[what][1] in message) == (FAILURES[what][0], True), message
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    first, absentee = ranks.run(2, jobs.absent, group_timeout=3)
+    first, absentee = ranks.run(2, unequal_jobs.absent, group_timeout=3)
     assert first[0] == "RankError" and "rank 1" in first[1] and absentee is None
 
 
 def test_a_failed_update_of_one_rank_is_told_to_the_others_in_their_next_step() -> None:
-    for rank, (kind, message) in enumerate(ranks.run(2, jobs.failing_update, group_timeout=3)):
+    for rank, (kind, message) in enumerate(ranks.run(2, unequal_jobs.failing_update, group_timeout=3)):
         assert kind == "OSError" and "No space left on device" in message
         assert ("on rank 1" in message) == (rank == 0)
 
 
 def test_a_second_backward_raises_or_adds_as_in_a_module_alone() -> None:
-    for kind, message, _ in ranks.errors(2, jobs.twice, False):
+    for kind, message, _ in ranks.errors(2, unequal_jobs.twice, False):
         assert kind == "RuntimeError" and "can be backpropagated once" in message
-    assert all(step == 1 for step, _ in ranks.run(2, jobs.twice, True))
+    assert all(step == 1 for step, _ in ranks.run(2, unequal_jobs.twice, True))
 
 
 def test_torch_compile_leaves_the_exchange_out_of_its_graph_and_says_so_where_it_must_not() -> None:

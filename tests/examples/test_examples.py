@@ -10,7 +10,6 @@ import forked_programs
 import numpy as np
 import pytest
 import redis_server
-from process_groups import run
 
 from benchmarks import movielens_data
 from embstore.stores.urls import open_store
@@ -19,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
 
 
-def example(*arguments: object) -> str:
+def example(*arguments: object, ranks: int = 0) -> str:
+    """What it prints, on this many ranks of torchrun."""
     needs = ["dynamicemb.shard", "torchrec_dynamic_embedding"]
-    return forked_programs.run(arguments, needs=needs, seconds=110, cwd=ROOT)
+    return forked_programs.run(arguments, ranks=ranks, needs=needs, seconds=110, cwd=ROOT)
 
 
 def numbers(pattern: str, output: str) -> list[float]:
@@ -62,8 +62,7 @@ def test_the_dlrm_learns_from_a_file_of_criteo_on_two_ranks(tmp_path):
     lines = made_up()
     data = tmp_path / "day_0"
     data.write_text("".join(f"{next(lines)}\n" for _ in range(512 * 30 + 7)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    output = run([*torchrun, "examples/dlrm_torchrun.py", "--data", str(data)], 180, cwd=ROOT)
+    output = example("examples/dlrm_torchrun.py", "--data", data, ranks=2)
     losses, rows = numbers(r"loss ([\d.]+)", output), numbers(r"([\d,]+) rows", output)
     assert len(losses) == 3 and losses[-1] < losses[0] and rows[-1] > rows[0]
 

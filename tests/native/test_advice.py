@@ -7,7 +7,7 @@ import pytest
 from native_tables import as_dict, random_keys
 
 import embstore
-from embstore.advice import Advice, Point
+from embstore.advice import Advice, Point, notes_on
 
 
 def stream(batches, n=512, ids=20_000, seed=0):
@@ -78,7 +78,7 @@ def test_a_sample_that_misses_the_most_frequent_ids_is_near_the_truth_too():
         observed.find_or_insert(keys)
     counts = np.sort(np.unique(np.concatenate(batches), return_counts=True)[1])[::-1] - 1
     advice = observed.advise()
-    assert "1 in 64 ids" in advice.based_on or "1 in 128 ids" in advice.based_on
+    assert "1 in 128 ids" in advice.based_on or "1 in 256 ids" in advice.based_on
     for point in advice.points:
         truth = counts[: point.rows].sum() / (200 * 4096)
         assert point.by_frequency == pytest.approx(truth, abs=0.03)
@@ -132,7 +132,7 @@ def test_sampling_starts_afresh_and_stops():
     table.sample_misses()
     assert table.advise().ids == 0
     table.sample_misses(False)
-    with pytest.raises(RuntimeError, match="should be sampled"):
+    with pytest.raises(RuntimeError, match="not sampled: call sample_misses"):
         table.advise()
 
 
@@ -155,3 +155,17 @@ def test_advice_prints_within_80_columns_and_as_json():
     assert "->          10,000  976.6 KiB       40.0 %         50.0 %" in lines
     assert "evicted: about 100 rows; of these 38.0 % were asked for again" in lines
     assert json.loads(json.dumps(advice.as_dict()))["points"][2]["by_frequency"] is None
+
+
+def test_notes_speak_to_what_the_table_keeps():
+    def notes(recency, frequency, keeps_frequent):
+        return notes_on([Point(10, 100, recency, frequency)], 10, 100, 50, keeps_frequent)
+
+    more_used = "keeping the most used ids would find more than keeping the last used ones"
+    assert notes(0.5, 0.7, False) == (
+        more_used,
+        "many evicted ids come back: the table is too small, or evicts the wrong ones",
+    )
+    assert notes(0.5, 0.7, True) == ("many evicted ids come back: the table is too small",)
+    assert notes(0.7, 0.5, True)[0].startswith("keeping the last used ids would find more")
+    assert more_used not in notes(0.7, 0.5, False)

@@ -1,10 +1,10 @@
-"""embstore.lookup: several tables in one call, numpy in and out."""
+"""embstore.lookup: lookups and updates of several tables in one call, numpy in and out."""
 
 import numpy as np
 import pytest
 
 import embstore
-from embstore.lookup import Access, Pooling, Request, look_up
+from embstore.lookup import Access, Pooling, Request, Update, apply_gradients, look_up
 
 
 def tables():
@@ -61,3 +61,58 @@ def test_bad_requests_are_refused_and_make_no_rows(request_of, error, named):
     with pytest.raises(error, match=named):
         look_up([request_of(table)], Access.TRAIN)
     assert len(table) == 0
+
+
+def adam_tables():
+    rule = embstore.Adam(lr=0.1)
+    made = [embstore.Table(f"t{dim}", dim=dim, optimizer=rule) for dim in (1, 7)]
+    for table in made:
+        table.find_or_insert(np.arange(97))
+    return made
+
+
+def test_updates_of_several_tables_are_what_each_table_does():
+    rng = np.random.default_rng(1)
+    keys, offsets = np.array([3, -5, 3, 96, 0]), [0, 2, 2, 5]
+    single = rng.normal(size=(5, 1)).astype(np.float32)
+    of_bags = rng.normal(size=(3, 7)).astype(np.float32)
+    together, apart = adam_tables(), adam_tables()
+    for _ in range(2):
+        apply_gradients([Update(together[0], keys, single), Update(together[1], keys, of_bags, offsets)])
+        apart[0].apply_gradients(keys, single)
+        apart[1].apply_gradients(keys, of_bags[[0, 0, 2, 2, 2]])
+    for one, other in zip(together, apart):
+        assert one.optimizer_step == other.optimizer_step == 2
+        found, expected = one.rows(), other.rows()
+        np.testing.assert_array_equal(found.keys, expected.keys)  # -5 got no row
+        np.testing.assert_array_equal(found.values, expected.values)
+        np.testing.assert_array_equal(found.states, expected.states)
+
+
+def test_a_table_that_comes_twice_moves_twice_within_a_step():
+    (together, _), (apart, _) = adam_tables(), adam_tables()
+    apply_gradients([Update(together, [1], [[1.0]]), Update(together, [1], [[2.0]])])
+    assert together.optimizer_step == 1
+    apart.apply_gradients([1], [[1.0]])
+    apart.optimizer_step = 0
+    apart.apply_gradients([1], [[2.0]])
+    np.testing.assert_array_equal(together.rows().values, apart.rows().values)
+
+
+@pytest.mark.parametrize(
+    ("update_of", "error", "named"),
+    [
+        (lambda t: Update(t, [1.5], [[1.0]]), TypeError, "keys"),
+        (lambda t: Update(t, [1], [[1.0, 2.0]]), ValueError, "gradients"),
+        (lambda t: Update(t, [1], [[1.0]], []), ValueError, "offsets"),
+        (lambda t: Update(t, [1], [[1.0]], [0, 2]), ValueError, "offsets"),
+        (lambda t: Update(t, [1, 2], [[1.0]], [0, 1, 2]), ValueError, "gradients"),
+    ],
+)
+def test_a_bad_update_is_refused_and_moves_no_row_of_any_table(update_of, error, named):
+    one, seven = adam_tables()
+    before = seven.rows().values
+    with pytest.raises(error, match=named):
+        apply_gradients([Update(seven, [1], np.ones((1, 7))), update_of(one)])
+    np.testing.assert_array_equal(seven.rows().values, before)
+    assert one.optimizer_step == seven.optimizer_step == 0

@@ -16,6 +16,7 @@ NAN = math.nan
 # (what is called, exception, part of the message)
 CALLS = [
     (lambda t, m, b: t.find([1.0, 2.0]), TypeError, "keys should be integers but their dtype is: float64"),
+    (lambda t, m, b: t.find(["a"]), TypeError, "dtype is: <U1; embstore.ids_from makes ids of strings"),
     (lambda t, m, b: t.find(np.array([True])), TypeError, "keys should be integers but their dtype is: bool"),
     (lambda t, m, b: t.find_or_insert(torch.tensor([1.0])), TypeError, "keys .* torch.float32"),
     (lambda t, m, b: t.find_or_insert(torch.tensor([True])), TypeError, "keys .* torch.bool"),

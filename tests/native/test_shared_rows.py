@@ -135,7 +135,7 @@ def test_every_copy_has_the_shared_rows_and_the_counts(tmp_path, copy):
     train(module, batches(30))
     twin = copy(module.table, tmp_path / "copy")
     ours, theirs = bits(module.table), bits(twin)
-    if copy in (by_log, by_parquet, by_safetensors):  # they have no counts, or those of the base
+    if copy in (by_parquet, by_safetensors):  # they have no counts
         ours, theirs = ours[:2], theirs[:2]
     assert ours == theirs
     ids = torch.tensor([5_000_000, 1, 5_000_001])
@@ -224,6 +224,16 @@ def test_a_crowded_table_hardly_evicts_once_it_knows_the_frequent_ids():
     assert good[0] < plain[0] / 10 and good[1] > plain[1]
 
 
+def test_ids_of_the_same_frequency_do_not_take_turns():
+    table = embstore.Embedding(4, max_capacity=1).table
+    for _ in range(50):
+        table.find_or_insert([1])
+        table.find_or_insert([2])
+    assert table.stats().evictions == 0 and table.contains([1]).all()
+    table.find_or_insert([2] * 10)
+    assert table.contains([2]).all()
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_gradients_that_wait_for_a_step_reach_the_shared_row(later):
     module = embstore.Embedding(
@@ -253,6 +263,29 @@ def test_a_gradient_of_the_shared_row_stays_there_when_its_id_gets_a_row_before_
     assert module.table.shared_rows().values.tolist() == [[-1.0] * 3]
     assert module.table.find([7])[0].tolist() == [[-1.0] * 3]
     assert module.table.optimizer_step == 1
+
+
+def test_a_module_starts_rows_from_initial_values_unless_told_otherwise():
+    def first_row_of_two(**options):
+        module = embstore.Embedding(
+            3, max_capacity=1, initializer=embstore.Constant(1.0), optimizer=embstore.SGD(lr=1.0), **options
+        )
+        module(torch.tensor([1, 1, 1]))
+        module(torch.tensor([2])).sum().backward()  # trains the shared row
+        module(torch.tensor([2, 2, 2]))
+        assert module.table.contains([2]).all()
+        return module.table.find([2])[0].tolist()
+
+    asked = {"score_strategy": "lfu", "admission": "frequency", "shared_rows": 1}
+    assert first_row_of_two() == first_row_of_two(start_from_shared=False) == [[1.0] * 3]
+    assert first_row_of_two(start_from_shared=True) == first_row_of_two(**asked) == [[0.0] * 3]
+
+
+def test_a_half_life_alone_keeps_the_default_of_a_module():
+    options = embstore.Embedding(3, max_capacity=10, half_life=7).table.options
+    assert (options.score_strategy, options.admission) == (ScoreStrategy.AGED_LFU, Admission.FREQUENCY)
+    assert (options.half_life, options.shared_rows) == (7, 1)
+    assert embstore.TableOptions(name="t", dim=3, half_life=7).score_strategy == ScoreStrategy.AGED_LFU
 
 
 def test_small_tables_hold_exactly_as_many_rows_as_they_may():
@@ -369,7 +402,7 @@ ERRORS = [
     ({"shared_rows": -1}, "shared_rows should be between 0 and 65536 but is: -1"),
     ({"shared_rows": 1.5}, "shared_rows should be an integer"),
     ({"half_life": -1}, "half_life should be at least 0 but is: -1"),
-    ({"half_life": 3}, "half_life should be 0 unless score_strategy is 'lfu' or 'importance' but is: 3"),
+    ({"half_life": 3, "score_strategy": "step"}, "unless score_strategy is 'lfu' or 'importance' but is: 3"),
     ({"admission": "frequency"}, "only with score_strategy 'lfu' or 'importance' but that is: 'timestamp'"),
     ({"admission": "rare"}, "admission should be one of 'all', 'frequency' but is: 'rare'"),
     ({**GOOD, "admission_threshold": 2}, "should be .all. beside an admission_threshold, which is: 2"),

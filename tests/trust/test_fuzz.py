@@ -11,6 +11,30 @@ from trust import fuzz
 from trust.fuzz_targets import TARGETS
 
 
+def test_the_documentation_tells_what_has_run_of_every_target():
+    assert fuzz.ran().keys() <= set(TARGETS)
+    assert fuzz.told() + "\n\n" in fuzz.TOLD_IN.read_text()
+
+
+def test_turns_add_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "RAN", tmp_path / "ran.json")
+    fuzz.count("urls", 12.6, 1000, None)
+    fuzz.count("urls", 7.2, 50, "urls-crash-1")
+    fuzz.count("log", 1.0, 3, None)
+    assert fuzz.ran() == {
+        "log": {"seconds": 1, "inputs": 3, "findings": []},
+        "urls": {"seconds": 20, "inputs": 1050, "findings": ["urls-crash-1"]},
+    }
+    assert "| urls | 20 | 1,050 | urls-crash-1 |" in fuzz.told()
+
+
+def test_a_corpus_keeps_the_smallest_inputs_and_stays_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "CORPUS", tmp_path)
+    fuzz.keep("t", [b"abc", b"", b"abc", *(bytes([n % 256]) * 3000 for n in range(100))])
+    inputs = fuzz.kept("t")
+    assert {b"", b"abc"} < set(inputs) and sum(map(len, inputs)) <= fuzz.MOST_KEPT_BYTES < 300_000
+
+
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.filterwarnings("ignore")
 def test_every_reader_refuses_damaged_input_as_documented(name):

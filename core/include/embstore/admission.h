@@ -9,9 +9,12 @@
 // Thread safety: none; the table guards it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
+
+#include "embstore/counter_changes.h"
 
 namespace embstore {
 
@@ -35,12 +38,19 @@ class AdmissionFilter {
   // InvalidArgument for anything that Save does not return.
   bool Restore(std::span<const uint16_t> saved);
 
+  // The entries as bytes, and which of them changed.
+  std::span<std::byte> counters() { return std::as_writable_bytes(std::span(entries_)); }
+  CounterChanges& changes() { return changes_; }
+  // False, and nothing changes, where they are of another threshold or size.
+  bool Apply(const TakenCounters& taken);
+  uint16_t threshold() const { return static_cast<uint16_t>(threshold_); }
+
   // Of a filter with room for so many keys.
   static int64_t BytesFor(int64_t keys);
   int64_t bytes() const { return static_cast<int64_t>(entries_.size() * sizeof(uint16_t)); }
 
  private:
-  uint16_t* Bucket(uint64_t hash);
+  uint16_t* Bucket(uint64_t hash);  // to be changed
   const uint16_t* Bucket(uint64_t hash) const;
   uint16_t Fingerprint(uint64_t hash) const;  // in the bits of an entry above the count
   int Find(const uint16_t* bucket, uint16_t fingerprint) const;  // -1: not there
@@ -48,6 +58,7 @@ class AdmissionFilter {
   int64_t threshold_;
   int count_bits_;
   std::vector<uint16_t> entries_;  // buckets (a power of two) x 16; 0: free
+  CounterChanges changes_;
 };
 
 }  // namespace embstore

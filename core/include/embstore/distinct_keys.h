@@ -8,12 +8,15 @@
 // Invariants
 //  1. keys() holds each key once; the number of a key is its position there.
 //  2. At most three quarters of places_ are in use, so a search ends.
+//
+// Places come from a secret of the process: nobody can choose keys that collide, not even with the
+// seed of a table, and numbers do not depend on it.
 #pragma once
 
 #include <algorithm>
 #include <bit>
-#include <cassert>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "embstore/hash.h"
@@ -28,9 +31,6 @@ class DistinctKeys {
     bool is_new;
   };
 
-  // `secret` keys the hash, so that nobody can choose keys that collide.
-  explicit DistinctKeys(const HashSecret& secret = ProcessSecret()) : secret_(secret) {}
-
   // Forgets all keys and makes room for `expected` of them.
   void Reset(size_t expected) {
     keys_.clear();
@@ -40,13 +40,10 @@ class DistinctKeys {
   }
 
   // The number of the key, which is added if it is new. Throws InvalidState beyond 2^32 - 2 keys.
-  Added Add(int64_t key) { return Add(key, KeyedHash(key, secret_)); }
-  // REQUIRES: hash == KeyedHash(key, secret). For callers that need the hash anyway.
-  Added Add(int64_t key, uint64_t hash) {
-    assert(hash == KeyedHash(key, secret_));
+  Added Add(int64_t key) {
     if (keys_.size() >= room_) [[unlikely]]
       Grow();
-    uint32_t& place = places_[PlaceOf(key, hash)];
+    uint32_t& place = places_[PlaceOf(key)];
     if (place) return {place - 1, false};
     keys_.push_back(key);
     place = static_cast<uint32_t>(keys_.size());
@@ -56,17 +53,27 @@ class DistinctKeys {
   // The number of the key, or -1.
   int64_t Find(int64_t key) const {
     if (keys_.empty()) return -1;
-    return int64_t{places_[PlaceOf(key, KeyedHash(key, secret_))]} - 1;
+    return int64_t{places_[PlaceOf(key)]} - 1;
   }
 
   const std::vector<int64_t>& keys() const { return keys_; }
+  std::vector<int64_t> TakeKeys() { return std::move(keys_); }  // then only Reset
   size_t size() const { return keys_.size(); }
   bool empty() const { return keys_.empty(); }
+  // The most places that a search for one of the keys looks at.
+  size_t LongestSearch() const {
+    const size_t mask = places_.size() - 1;
+    size_t longest = 0;
+    for (const int64_t key : keys_) {
+      longest = std::max(longest, ((PlaceOf(key) - KeyedHash(key, secret_)) & mask) + 1);
+    }
+    return longest;
+  }
 
  private:
-  size_t PlaceOf(int64_t key, uint64_t hash) const {
+  size_t PlaceOf(int64_t key) const {
     const size_t mask = places_.size() - 1;
-    size_t at = hash & mask;
+    size_t at = KeyedHash(key, secret_) & mask;
     while (places_[at] && keys_[places_[at] - 1] != key) at = (at + 1) & mask;
     return at;
   }
@@ -77,13 +84,13 @@ class DistinctKeys {
     places_.swap(larger);
     SetRoom();
     for (size_t i = 0; i < keys_.size(); ++i) {
-      places_[PlaceOf(keys_[i], KeyedHash(keys_[i], secret_))] = static_cast<uint32_t>(i + 1);
+      places_[PlaceOf(keys_[i])] = static_cast<uint32_t>(i + 1);
     }
   }
 
   void SetRoom() { room_ = std::min<size_t>(places_.size() / 4 * 3, UINT32_MAX - 1); }
 
-  HashSecret secret_;
+  HashSecret secret_ = ProcessSecret();
   std::vector<int64_t> keys_;
   std::vector<uint32_t> places_;  // number + 1; 0 is free
   size_t room_ = 0;               // keys that fit without growing

@@ -8,11 +8,14 @@
 // Thread safety: const methods may run together; any other method needs exclusive access.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "embstore/counter_changes.h"
 #include "embstore/hash.h"
+#include "embstore/memory.h"
 
 namespace embstore {
 
@@ -21,7 +24,9 @@ class FrequencySketch {
   // Room for about this many keys.
   FrequencySketch(int64_t keys, uint64_t seed);
 
-  void Prefetch(int64_t key) const { __builtin_prefetch(&buckets_[BucketOf(Hash(key))], 1); }
+  void Prefetch(int64_t key) const {
+    __builtin_prefetch(buffer_.data() + BucketOf(Hash(key)) * sizeof(Bucket), 1);
+  }
   // Adds to the sum of the key and returns it, both as of this half-life, which never falls.
   double Add(int64_t key, double amount, int64_t half_life);
   // Removes the sum of the key and returns it.
@@ -31,8 +36,12 @@ class FrequencySketch {
   // Restores what Save returned. False, and nothing changes, if the sizes differ.
   bool Restore(std::span<const uint16_t> saved);
 
+  // The bytes that Save copies, and which of them changed.
+  std::span<std::byte> counters() { return {buffer_.data(), count_ * sizeof(Bucket)}; }
+  CounterChanges& changes() { return changes_; }
+
   static int64_t BytesFor(int64_t keys);
-  int64_t bytes() const { return static_cast<int64_t>(buckets_.size() * sizeof(Bucket)); }
+  int64_t bytes() const { return static_cast<int64_t>(count_ * sizeof(Bucket)); }
 
  private:
   static constexpr int kEntries = 15;
@@ -45,11 +54,15 @@ class FrequencySketch {
 
   uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
   static size_t BucketsFor(int64_t keys);
-  size_t BucketOf(uint64_t hash) const { return hash & (buckets_.size() - 1); }
+  Bucket* buckets() { return reinterpret_cast<Bucket*>(buffer_.data()); }
+  size_t BucketOf(uint64_t hash) const { return hash & (count_ - 1); }
   Bucket& Aged(uint64_t hash, int64_t half_life);
+  static int Find(const Bucket& bucket, uint16_t tag);  // the entry, or -1
 
   HashSecret secret_;
-  std::vector<Bucket> buckets_;  // a power of two
+  size_t count_;  // of buckets: a power of two
+  HugeBuffer buffer_;
+  CounterChanges changes_;
 };
 
 }  // namespace embstore

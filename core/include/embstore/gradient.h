@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -39,10 +40,21 @@ ReducedGradients ReduceGradients(const GradientRequest& request);
 // The derivative by the weights of a pooled batch: out (n).
 void WeightGradients(const GradientRequest& request, float* out);
 
-// Applies gradients (n, dim) given by key. Keys that are not there move their shared row if that is
-// in use, else they are skipped; returns how many occurrences were not there. With renew_scores the
-// rows get the score of a training batch, so that an increment since a moment before the call holds
-// them even if they were looked up earlier.
+// The gradients of one table by key: one for each key, or for each bag where offsets divide the
+// keys into bags that were summed.
+struct KeyGradients {
+  std::shared_ptr<Table> table;
+  std::span<const int64_t> keys;
+  std::span<const int64_t> offsets;
+  VectorsView gradients;
+  StepOptions step;
+};
+
+// Applies gradients given by key, for several tables, each at most once. Keys that are not there
+// move their shared row if that is in use, else they are skipped; returns how many occurrences were
+// not there. With renew_scores the rows get the score of a training batch, so that an increment
+// since a moment before the call holds them even if they were looked up earlier.
+int64_t ApplyGradientsByKey(std::span<const KeyGradients> requests, bool renew_scores = false);
 int64_t ApplyGradientsByKey(Table& table, std::span<const int64_t> keys,
                             const VectorsView& gradients, const StepOptions& step,
                             bool renew_scores = false);

@@ -31,12 +31,13 @@ struct IndexLayout {
 // A key whose stripe had no room.
 struct OverflowEntry {
   int64_t key;
-  uint64_t score;  // 0: free
+  uint64_t score;
   Row row;
 };
 
 // Slots from here on number the overflow entries.
 inline constexpr Slot kFirstOverflowSlot = 0x7f000000;
+inline constexpr int64_t kMostOverflowEntries = int64_t{1} << 24;
 
 // What the probe needs of a KeyIndex.
 struct IndexView {
@@ -45,7 +46,8 @@ struct IndexView {
   uint64_t grown_from = 0;  // the first hash of the stripes that have grown
   IndexLayout before, grown;
   uint32_t bucket_groups = 1, block_bits = 0;  // groups a bucket; 2^block_bits groups a block
-  OverflowEntry* overflow = nullptr;           // a power of two of entries, or null
+  OverflowEntry* overflow = nullptr;
+  const uint32_t* overflow_places = nullptr;  // number + 1, 0 is free; a power of two, or null
   uint64_t overflow_mask = 0;
   HashSecret overflow_secret;
 

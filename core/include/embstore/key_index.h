@@ -9,10 +9,12 @@
 //     buckets     |  |  |  |  |  |  |  ...
 //
 // A key is in its home group; if that is full, in another group of its home bucket; if the bucket
-// is full, in a second bucket of the same stripe; and otherwise in the overflow area, an open
-// addressing table with a hash of its own. So an insertion never fails, whatever the keys are. A
-// group knows which blocks of the bucket hold its other keys (IndexGroup::away), so a hit at home
-// and most misses cost one line, other hits one or two more.
+// is full, in a second bucket of the same stripe; and otherwise in the overflow area: a list that
+// is found through a hash of its own, keyed by a secret of the process. So an insertion never
+// fails for want of a place, and nobody can choose keys that are hard to find there. The secret is
+// in no result: the list keeps the order in which keys came and went. A group knows which blocks of
+// the bucket hold its other keys (IndexGroup::away), so a hit at home and most misses cost one
+// line, other hits one or two more.
 //
 // The index grows one stripe after the other, from the last to the first: 16 buckets become 18,
 // later 21, 24, 28, and at 32 each stripe becomes two. Keys stay in their stripe and only the
@@ -72,14 +74,21 @@ class KeyIndex {
   int64_t max_capacity() const { return max_capacity_; }
   // Bytes of an index that holds max_capacity keys.
   static size_t FullBytes(const KeyIndexOptions& options);
-  size_t bytes() const { return groups_.size() + overflow_.size() * sizeof(OverflowEntry); }
-  int64_t overflow_size() const { return overflow_used_; }
+  size_t bytes() const {
+    return groups_.size() + overflow_.capacity() * sizeof(OverflowEntry) +
+           overflow_places_.size() * sizeof(uint32_t);
+  }
+  int64_t overflow_size() const { return std::ssize(overflow_); }
+  // The most places that a search in the overflow area looks at.
+  int64_t LongestOverflowSearch() const;
 
   IndexView view() const;
   const HashSecret& secret() const { return secret_; }
   uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
-  // Keys of different stripes may be inserted by different threads.
-  int64_t StripeOf(uint64_t hash) const;
+  // Keys whose hashes differ in so many leading bits are of different stripes.
+  int stripe_bits() const {
+    return static_cast<int>(not_grown_ ? before_.stripe_bits : grown_.stripe_bits);
+  }
 
   int64_t key(Slot slot) const { return entry(slot).key; }
   uint64_t score(Slot slot) const { return entry(slot).score; }
@@ -99,8 +108,12 @@ class KeyIndex {
   Slot Find(int64_t key) const { return Find(key, Hash(key)); }
   Slot Find(int64_t key, uint64_t hash) const;
 
-  // Prefetches what Find and Insert read first, or with `whole` what Victim reads.
-  void Prefetch(uint64_t hash, bool whole) const;
+  // Prefetch what Find reads first; what Insert does; what VisitHashes does.
+  void PrefetchHome(uint64_t hash) const;
+  void Prefetch(uint64_t hash) const;
+  void PrefetchHomes(uint64_t first, uint64_t last) const;
+  // The row of a key that is in its home group. Else prefetches where it may be, and kMissingRow.
+  Row PeekRow(int64_t key) const;
 
   void PrefetchSlot(Slot slot) const {
     if (slot < kFirstOverflowSlot) __builtin_prefetch(groups() + slot / IndexGroup::kSlots, 1);
@@ -111,7 +124,7 @@ class KeyIndex {
 
   // Inserts a key that is not there. Insert returns false when its stripe has no room: then call
   // InsertAside, which needs exclusive access. Neither changes size(): call AddSize. InsertAside
-  // may throw std::bad_alloc and then changes nothing.
+  // may throw std::bad_alloc, or OutOfMemory beyond kMostOverflowEntries, and then changes nothing.
   bool Insert(const IndexEntry& entry, uint64_t hash);
   void InsertAside(const IndexEntry& entry, uint64_t hash);
   // Both, for one thread.
@@ -119,17 +132,6 @@ class KeyIndex {
     const uint64_t hash = Hash(entry.key);
     if (!Insert(entry, hash)) InsertAside(entry, hash);
     ++size_;
-  }
-
-  // The slot to give up for a key with this hash: the one with the smallest worth(entry), such as
-  // its score, among those whose row is not is_protected(row). Searches the home bucket, then the
-  // second one, then a few others of the stripe. Ties go to the smallest HashKey, so the choice
-  // does not depend on the order of arrival. kNoSlot when all are protected.
-  template <typename IsProtected, typename Worth>
-  Slot Victim(uint64_t hash, const IsProtected& is_protected, const Worth& worth) const;
-  template <typename IsProtected>
-  Slot Victim(uint64_t hash, const IsProtected& is_protected) const {
-    return Victim(hash, is_protected, [](const IndexEntry& entry) { return entry.score; });
   }
 
   void Erase(Slot slot);  // size() stays; other slots of the overflow area may change
@@ -155,10 +157,10 @@ class KeyIndex {
   }
   template <typename Visit>
   void VisitOverflow(const Visit& visit) const;
-  // Calls visit(slot, entry) for the keys with a hash from `first` to `last`, which are of one
-  // stripe, wherever they lie.
-  template <typename Visit>
-  void VisitHashes(uint64_t first, uint64_t last, const Visit& visit) const;
+  // Calls visit(slot, entry) for the keys with a hash from `first` to `last` whose score is
+  // wanted(score), wherever they lie. wanted(0) is false.
+  template <typename Wanted, typename Visit>
+  void VisitHashes(uint64_t first, uint64_t last, const Wanted& wanted, const Visit& visit) const;
   template <typename Visit>
   void VisitAll(const Visit& visit) const {
     const auto [gap_begin, gap_end] = Gap();
@@ -195,6 +197,11 @@ class KeyIndex {
   Stripe StripeAt(uint64_t hash) const;
   std::pair<Slot, Slot> Gap() const;  // slots that are unused while the index grows
   std::pair<int64_t, int64_t> BucketsOf(uint64_t hash) const;  // home and second
+  struct Place {
+    int64_t bucket;
+    uint32_t group;  // in the bucket
+  };
+  Place HomeAt(uint64_t hash) const;
 
   bool PutNear(IndexGroup* groups, int64_t bucket, uint32_t group, const IndexEntry& entry) const;
   bool InsertInto(IndexGroup* groups, const IndexLayout& layout, const IndexEntry& entry,
@@ -207,18 +214,25 @@ class KeyIndex {
                    const IndexLayout& layout);
   void ReserveOverflow(int64_t entries);
   void PutAside(const IndexEntry& entry);
+  size_t OverflowHome(int64_t key) const {
+    return KeyedHash(key, overflow_secret_) & (overflow_places_.size() - 1);
+  }
+  size_t OverflowPlace(int64_t key) const;  // of the key, or the free one where it would be
+  void EraseAside(Slot slot);
 
   int64_t bucket_capacity_, max_capacity_;
   double max_load_factor_;
   uint32_t bucket_groups_, block_bits_ = 0;
-  HashSecret secret_, overflow_secret_;
+  HashSecret secret_, overflow_secret_ = ProcessSecret();
   // Stripes below `not_grown_` (in units of before_) have the layout before_, the others grown_.
   IndexLayout before_, grown_;
   int64_t not_grown_ = 0;
   uint64_t grown_from_ = 0;  // the hash where they meet
-  int64_t size_ = 0, overflow_used_ = 0;
+  int64_t size_ = 0;
   mutable HugeBuffer groups_;
-  mutable std::vector<OverflowEntry> overflow_;  // a power of two, half full at most
+  mutable std::vector<OverflowEntry> overflow_;
+  std::vector<uint32_t>
+      overflow_places_;  // number + 1, 0 is free; a power of two, half full at most
 };
 
 template <typename Wanted, typename Visit>
@@ -240,63 +254,58 @@ template <typename Visit>
 void KeyIndex::VisitOverflow(const Visit& visit) const {
   for (size_t i = 0; i < overflow_.size(); ++i) {
     const OverflowEntry& e = overflow_[i];
-    if (e.score) {
-      visit(static_cast<Slot>(kFirstOverflowSlot + static_cast<Slot>(i)),
-            IndexEntry{e.key, e.score, e.row});
-    }
+    visit(kFirstOverflowSlot + static_cast<Slot>(i), IndexEntry{e.key, e.score, e.row});
   }
 }
 
-template <typename Visit>
-void KeyIndex::VisitHashes(uint64_t first, uint64_t last, const Visit& visit) const {
-  const auto bucket_slots = static_cast<Slot>(bucket_groups_ * IndexGroup::kSlots);
-  const auto filter = [&](Slot slot, const IndexEntry& entry) {
-    const uint64_t hash = Hash(entry.key);
-    if (hash >= first && hash <= last) visit(slot, entry);
-  };
-  const Slot begin = static_cast<Slot>(BucketsOf(first).first * bucket_slots);
-  const Slot end = static_cast<Slot>((BucketsOf(last).first + 1) * bucket_slots);
-  VisitUsed(begin, end, filter);
-  const IndexGroup* const group = groups() + begin / IndexGroup::kSlots;
-  const int64_t count = (end - begin) / IndexGroup::kSlots;
-  if (std::none_of(group, group + count,
-                   [](const IndexGroup& g) { return g.away >= IndexGroup::kElsewhere; })) {
+template <typename Wanted, typename Visit>
+void KeyIndex::VisitHashes(uint64_t first, uint64_t last, const Wanted& wanted,
+                           const Visit& visit) const {
+  if (first < grown_from_ && last >= grown_from_) {  // two layouts
+    VisitHashes(first, grown_from_ - 1, wanted, visit);
+    VisitHashes(grown_from_, last, wanted, visit);
     return;
   }
-  const Stripe stripe = StripeAt(first);
-  VisitUsed(stripe.begin, begin, filter);
-  VisitUsed(end, stripe.end, filter);
-  VisitOverflow(filter);
-}
-
-template <typename IsProtected, typename Worth>
-Slot KeyIndex::Victim(uint64_t hash, const IsProtected& is_protected, const Worth& worth) const {
-  constexpr int64_t kMostBuckets = 8;  // enough for tables of a few buckets to be exact
-  const auto bucket_slots = static_cast<Slot>(bucket_groups_ * IndexGroup::kSlots);
-  const Stripe stripe = StripeAt(hash);
-  const int64_t in_stripe = (stripe.end - stripe.begin) / bucket_slots;
-  const int64_t first = stripe.begin / bucket_slots;
-  const auto [home, second] = BucketsOf(hash);
-  Slot best = kNoSlot;
-  uint64_t best_worth = UINT64_MAX, best_hash = UINT64_MAX;
-  const auto look = [&](int64_t bucket) {
-    const auto begin = static_cast<Slot>(bucket * bucket_slots);
-    VisitUsed(begin, begin + bucket_slots, [&](Slot slot, const IndexEntry& e) {
-      const uint64_t own = worth(e);
-      if (own > best_worth || is_protected(e.row)) return;
-      const uint64_t tie = HashKey(e.key);
-      if (best != kNoSlot && own == best_worth && tie > best_hash) return;
-      best = slot;
-      best_worth = own;
-      best_hash = tie;
-    });
-    return best != kNoSlot;
+  const auto filter = [&](Slot slot, const IndexEntry& entry, bool at_home) {
+    const uint64_t hash = Hash(entry.key);
+    if (hash < first || hash > last) return;
+    const bool is_home = slot < kFirstOverflowSlot &&
+                         slot / IndexGroup::kSlots / bucket_groups_ == HomeAt(hash).bucket;
+    if (is_home == at_home) visit(slot, entry);
   };
-  if (look(home) || look(second)) return best;
-  for (int64_t step = 1; step < std::min(in_stripe, kMostBuckets); ++step) {
-    if (look(first + (home - first + step) % in_stripe)) break;
+  const auto here = [&](Slot slot, const IndexEntry& entry) { filter(slot, entry, true); };
+  const auto elsewhere = [&](Slot slot, const IndexEntry& entry) { filter(slot, entry, false); };
+  const Place from = HomeAt(first), to = HomeAt(last);
+  bool all_here = true;
+  for (int64_t bucket = from.bucket; bucket <= to.bucket; ++bucket) {
+    const int64_t base = bucket * bucket_groups_;
+    // The home groups of these hashes, and the blocks where the rest of their keys are.
+    const uint32_t begin = bucket == from.bucket ? from.group : 0;
+    const uint32_t end = bucket == to.bucket ? to.group + 1 : bucket_groups_;
+    const auto look = [&](uint32_t group, uint32_t until) {
+      VisitScores(static_cast<Slot>((base + group) * IndexGroup::kSlots),
+                  static_cast<Slot>((base + until) * IndexGroup::kSlots), wanted, here);
+    };
+    look(begin, end);
+    uint32_t away = 0;
+    for (uint32_t group = begin; group < end; ++group) {
+      const uint32_t own = groups()[base + group].away;
+      away |= own;
+      all_here &= own < IndexGroup::kElsewhere;
+    }
+    for (uint32_t block = 0; block < IndexGroup::kBlocks; ++block) {
+      if (!(away >> block & 1)) continue;
+      const uint32_t own = block << block_bits_, after = (block + 1) << block_bits_;
+      look(own, std::min(after, std::clamp(begin, own, after)));
+      look(std::clamp(end, own, after), std::clamp(bucket_groups_, own, after));
+    }
   }
-  return best;
+  if (all_here) return;
+  // Anywhere in their stripes, or aside.
+  VisitScores(StripeAt(first).begin, StripeAt(last).end, wanted, elsewhere);
+  VisitOverflow([&](Slot slot, const IndexEntry& entry) {
+    if (wanted(entry.score)) elsewhere(slot, entry);
+  });
 }
 
 template <typename Wanted, typename Visit>

@@ -8,7 +8,7 @@
 // stream (spatial sampling, as in SHARDS).
 //
 // A batch pays for its sampled occurrences: where they are more than one in kSpacing, half of the
-// hashes leave the sample as well, down to about kMinKeys.
+// hashes leave the sample as well, down to about kMinKeys / 2.
 //
 // Memory is bounded by kMaxKeys. When there are more, half of the hashes leave the sample, until it
 // reaches back `window` keys; from then on the keys that were used longest ago are forgotten.

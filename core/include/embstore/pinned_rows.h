@@ -18,6 +18,7 @@
 #include <span>
 #include <vector>
 
+#include "embstore/memory.h"
 #include "embstore/slot_list.h"
 #include "embstore/types.h"
 
@@ -33,12 +34,13 @@ class PinnedRows {
   // A new call that holds the rows of the list whose rows() are `own`, beside other live batches.
   void BeginBatch(const Row* own, int64_t capacity);
   void Hold(Row row) {
-    assert(row >= 0 && row < std::ssize(stamps_));
-    stamps_[static_cast<size_t>(row)] = stamp_;
+    assert(row >= 0 && static_cast<size_t>(row) < stamps_.size());
+    stamps()[row] = stamp_;
   }
-  bool IsHeldByCall(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_; }
-  bool IsHeldByOthers(Row row) const { return stamps_[static_cast<size_t>(row)] == stamp_ - 1; }
-  bool IsHeld(Row row) const { return stamps_[static_cast<size_t>(row)] >= stamp_ - 1; }
+  bool IsHeldByCall(Row row) const { return stamps()[row] == stamp_; }
+  bool IsHeldByOthers(Row row) const { return stamps()[row] == stamp_ - 1; }
+  bool IsHeld(Row row) const { return stamps()[row] >= stamp_ - 1; }
+  void Prefetch(Row row) const { __builtin_prefetch(stamps() + row, 1); }
 
   // The rows that this call holds become kMissingRow in all lists but the one whose rows() are
   // `own`.
@@ -53,16 +55,20 @@ class PinnedRows {
     for (const SlotList* list : lists_) visit(*list);
   }
 
-  void Clear() { stamps_ = {}; }
+  void Clear() { stamps_ = HugeBuffer(); }
   std::mutex& mutex() { return mutex_; }  // for fork(), which holds it
   void RenewAfterFork();                  // where another thread held it
 
  private:
+  uint8_t* stamps() const {
+    return const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(stamps_.data()));
+  }
+
   // Never held while waiting for anything else: a thread that must not wait for the table may drop
   // a list.
   mutable std::mutex mutex_;
   std::vector<SlotList*> lists_;
-  std::vector<uint8_t> stamps_;  // one a row
+  HugeBuffer stamps_;  // a byte for each row
   uint8_t stamp_ = 0;
 };
 

@@ -1,10 +1,12 @@
 // RwLock: a readers-writer lock in which a waiting writer goes before new readers, so that a stream
-// of evaluation reads cannot starve a training step.
+// of evaluation reads cannot starve a training step. A reader in the background asks now and then
+// whether a writer waits for it.
 #pragma once
 
 #include <pthread.h>
 #include <time.h>
 
+#include <atomic>
 #include <chrono>
 
 namespace embstore {
@@ -17,10 +19,18 @@ class RwLock {
   RwLock& operator=(const RwLock&) = delete;
 
   // The names that std::unique_lock and std::shared_lock expect.
-  void lock() { pthread_rwlock_wrlock(&lock_); }
+  void lock() {
+    if (pthread_rwlock_trywrlock(&lock_) == 0) return;
+    waiting_.fetch_add(1, std::memory_order_relaxed);
+    pthread_rwlock_wrlock(&lock_);
+    waiting_.fetch_sub(1, std::memory_order_relaxed);
+  }
   void unlock() { pthread_rwlock_unlock(&lock_); }
   void lock_shared() { pthread_rwlock_rdlock(&lock_); }
   void unlock_shared() { pthread_rwlock_unlock(&lock_); }
+
+  // Whether a writer waits.
+  bool IsAwaited() const { return waiting_.load(std::memory_order_relaxed) > 0; }
 
   // Exclusive. False when the deadline passes first.
   bool TryLockUntil(std::chrono::steady_clock::time_point deadline) {
@@ -43,9 +53,11 @@ class RwLock {
 #endif
     pthread_rwlock_init(&lock_, &attributes);
     pthread_rwlockattr_destroy(&attributes);
+    waiting_.store(0, std::memory_order_relaxed);
   }
 
   pthread_rwlock_t lock_;
+  std::atomic<int> waiting_{0};
 };
 
 }  // namespace embstore

@@ -1,7 +1,8 @@
 // SlotList: the keys of a batch and their rows, kept for its backward pass. While it lives, its
 // rows are pinned (see pinned_rows.h).
 //
-// Thread safety: rows() are written under the table's lock; everything else never changes.
+// Thread safety: rows() are written under the table's lock; everything else never changes once the
+// list is made.
 //
 // Invariant: rows()[i] is the row of keys()[i], or kMissingRow where the key has none, or has lost
 // it since.
@@ -22,12 +23,14 @@ class SlotList {
  public:
   // All rows are kMissingRow.
   SlotList(std::shared_ptr<Table> table, std::span<const int64_t> keys);
+  // Of n keys. The caller holds the table's lock, and writes all keys and rows before it lets go.
+  SlotList(std::shared_ptr<Table> table, int64_t n);
   ~SlotList();
   SlotList(const SlotList&) = delete;
   SlotList& operator=(const SlotList&) = delete;
 
   Table& table() const { return *table_; }
-  const int64_t* keys() const { return buffer_.as<int64_t>(); }
+  int64_t* keys() const { return buffer_.as<int64_t>(); }
   Row* rows() const { return reinterpret_cast<Row*>(buffer_.as<int64_t>() + n_); }
   int64_t size() const { return n_; }
 

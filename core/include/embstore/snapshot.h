@@ -54,6 +54,7 @@
 
 namespace embstore {
 
+struct FetchedRow;
 class FetchedRows;
 class KeyList;
 class SavedRows;
@@ -99,7 +100,10 @@ class Snapshot {
 
   // ---- for Table, which calls the newest snapshot; each call reaches the older ones too ----
   void Preserve(const IndexEntry& entry);  // as the index has it now
-  bool IsSettled(Row row) const {          // nobody would save it
+  // The same for the rows at these slots, some of which may be kNoSlot or repeat.
+  // REQUIRES: rows[i] is the row at slots[i].
+  void Preserve(std::span<const Slot> slots, const Row* rows);
+  bool IsSettled(Row row) const {  // nobody would save it
     const Snapshot* at = this;
     while (at && at->IsSettledMark(at->ReadMark(row))) at = at->older_;
     return at == nullptr;
@@ -119,8 +123,11 @@ class Snapshot {
   void Grow(int64_t rows);
 
  private:
-  // Keys listed, or read from the store, under one hold of the lock; rows copied.
-  static constexpr int64_t kKeysPerHold = 4096, kRowsPerHold = 4096;
+  // Keys listed, or read from the store, under one hold of the lock.
+  static constexpr int64_t kKeysPerHold = 1024;
+  // Rows looked at under one hold: the least of them even if a training step waits, which takes it
+  // about 0.1 ms, since a table that is always in use should get its dump, too.
+  static constexpr int64_t kRowsPerPiece = 256, kLeastRowsPerHold = 1024, kRowsPerHold = 4096;
 
   // Marks of a ChangeSet serve as they are: its 0 and 1 are settled and unread in a snapshot of
   // changes.
@@ -136,7 +143,12 @@ class Snapshot {
     return std::atomic_ref<uint8_t>(byte).load(std::memory_order_acquire);
   }
   bool IsSettledMark(uint8_t mark) const { return mark != unread_ && mark != kSaving; }
-  void Save(const IndexEntry& entry);
+  enum class Claimed : uint8_t { kNow, kBefore, kNobody };
+  Claimed Claim(Row row);  // who saves the row: this call, an earlier one, or none
+  void SaveAll(std::span<const Slot> slots, const Row* rows);
+  void SaveClaimed(std::span<const IndexEntry> entries);
+  void AwaitSaved(Row row);
+  void SaveBelow(int64_t key, const FetchedRow& row);
   void PreserveChangeBelow(int64_t key, int64_t place, const FetchedRows& below);
   void CountMarks();
   void ListChanges();
@@ -145,6 +157,7 @@ class Snapshot {
   void RethrowFailure();
   [[noreturn]] void ThrowLost(int64_t key) const;
   void RequireReadable() const;
+  std::span<const IndexEntry> NextEntries(std::span<IndexEntry> room);
   bool Walk(Output& out, int64_t room);
   bool ReadBelow(Output& out, int64_t room);
   void Emit(int64_t key, uint64_t score, uint32_t uses, const std::byte* row, Output& out) const;
@@ -159,6 +172,8 @@ class Snapshot {
   HugeBuffer marks_;                  // one byte a row
   std::mutex walk_mutex_;
   KeyIndex::Walk walk_;
+  std::vector<IndexEntry> met_;  // of the stripe before walk_, read up to met_next_
+  size_t met_next_ = 0;
   std::unique_ptr<SavedRows> saved_;
   std::mutex rest_mutex_;
   std::unique_ptr<Rest> rest_;  // a saved block that did not fit the last output

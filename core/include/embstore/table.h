@@ -50,6 +50,7 @@
 #include "embstore/slot_list.h"
 #include "embstore/store.h"
 #include "embstore/types.h"
+#include "embstore/victim_queues.h"
 
 namespace embstore {
 
@@ -205,6 +206,14 @@ class Table : public std::enable_shared_from_this<Table> {
   // admission_threshold or admit_by_frequency.
   std::vector<uint16_t> AdmissionCounters();
   bool RestoreAdmissionCounters(std::span<const uint16_t> counters);
+  // What changed of them since the last call (see CounterChanges); empty without counters. Throws
+  // InvalidState unless changes are tracked.
+  std::vector<uint16_t> TakeCounterChanges();
+  // Makes what was taken part of the next changes.
+  void ReturnCounterChanges(std::span<const uint16_t> taken);
+  // Applies what another table took. False, and nothing changes, where its counters have another
+  // form or size.
+  bool ApplyCounterChanges(std::span<const uint16_t> changes);
 
   // Takes what was evicted since the last call. values and states only if rows are logged.
   RowBlock DrainEvictions();
@@ -237,7 +246,11 @@ class Table : public std::enable_shared_from_this<Table> {
   RowsView rows() const;
   IndexView index() const { return index_->view(); }
   int64_t row_limit() const { return rows_.used(); }  // rows are below it
-  BatchScore NextBatchScore(int64_t keys) { return clock_.Next(keys); }
+  BatchScore NextBatchScore(int64_t keys) {
+    const BatchScore next = clock_.Next(keys);
+    if (next.update == ScoreUpdate::kSet) NoteScore(next.score);
+    return next;
+  }
   // Finds the keys on several threads and renews the scores of those it finds, after announcing
   // them to watchers.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
@@ -303,6 +316,8 @@ class Table : public std::enable_shared_from_this<Table> {
     bool pinned = false;  // by another batch
   };
   struct Newcomers;
+  // Whose row a newcomer may take: nobody's, any key's, or that of a key with a smaller score.
+  enum class Eviction : uint8_t { kNone, kAny, kSmaller };
 
   explicit Table(const TableOptions& options);
   // Makes room for this many rows in all: in the index, in memory and for marks. Throws OutOfMemory
@@ -310,28 +325,58 @@ class Table : public std::enable_shared_from_this<Table> {
   void MakeRoom(int64_t rows);
   Newcomers Distinct(const int64_t* keys, std::span<const uint32_t> missing, uint64_t score,
                      const uint64_t* scores, const FetchedRows& below) const;
-  Slot Victim(uint64_t hash) const;
+  void Order(Newcomers& fresh) const;
   void Evict(Slot slot, int64_t newcomer, Newcomers& fresh);
-  void EvictAside(Newcomers& fresh);
-  // Lets newcomers beyond the limit take the rows of keys with smaller scores; the others get none.
-  void Contest(const int64_t* keys, Newcomers& fresh);
-  void Place(const int64_t* keys, Newcomers& fresh, bool may_evict);
+  // Adds what the sketch knows to the scores of newcomers, and what it learns from them.
+  void Recall(Newcomers& fresh);
+  // Tells the sketch which keys have rows now, and which have lost theirs.
+  void Remember(const Newcomers& fresh);
+  void Place(Newcomers& fresh, Eviction eviction);
+  void PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end);
   uint64_t SumOfScores(uint64_t a, uint64_t b) const;
   FrequencySketch EmptySketch() const;
+  std::vector<uint16_t> CounterHeader();
+  void TrackCounters(bool on);
   void BeginShared(Row row);
   RowBlock CollectShared() const;
   // Keys of a class, one of 2^k equal ranges of hashes, compete for the same rows. Classes depend
   // on the options only, so a table that was dumped and loaded makes the same choices.
   size_t ClassOf(uint64_t hash) const { return class_bits_ ? hash >> (64 - class_bits_) : 0; }
-  void LowerFloor(uint64_t hash, uint64_t score) {
-    if (!floors_.empty()) floors_[ClassOf(hash)] = std::min(floors_[ClassOf(hash)], score);
+  uint64_t FirstOf(size_t in_class) const {  // of its hashes
+    return class_bits_ ? uint64_t{in_class} << (64 - class_bits_) : 0;
   }
-  void Undo(const int64_t* keys, Newcomers& fresh);
+  uint64_t LastOf(size_t in_class) const {
+    return FirstOf(in_class) + (class_bits_ ? UINT64_MAX >> class_bits_ : UINT64_MAX);
+  }
+  // The row to give up for a key with this hash, or kNoSlot: the smallest of its class, by worth
+  // and then by HashKey, that is not held; if all are, that of a class nearby; if all of these are,
+  // one that only other batches hold.
+  Slot Victim(uint64_t hash);
+  // The row that a newcomer with this score and hash may take, or kNoSlot: that of the smallest of
+  // its class, if its own score is larger by a clear lead. REQUIRES: scores are aged.
+  Slot WeakerThan(uint64_t score, uint64_t hash);
+  // The smallest of the class that is not held and worth no more than `most`, or kNoSlot.
+  Slot Smallest(size_t in_class, uint64_t most);
+  template <typename IsHeld>
+  Slot SearchClass(size_t in_class, uint64_t most, const IsHeld& is_held) const;
+  void FillQueue(size_t in_class);
+  void CheckQueues() const;
+  // A key that is new or came back, with at most its worth.
+  void OfferVictim(uint64_t hash, const VictimQueues::Entry& entry);
+  void ForgetVictims() {
+    if (queues_) queues_->Forget();
+  }
+  // Hits will set this score.
+  void NoteScore(uint64_t score);
+  // Classes that lend each other rows: 2^kNeighbourBits with the same leading bits.
+  static constexpr int kNeighbourBits = 3;
+  // Keys whose hashes differ in so many leading bits share neither stripes nor neighbours, so
+  // different threads may place them.
+  int PartBits() const;
+  void Undo(Newcomers& fresh);
   void Unpin(std::span<const Evicted> evicted, const Row* own);
-  void FillRows(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
-                const float* initial);
-  void InsertBeyondBudget(const int64_t* keys, Newcomers& fresh, const FetchedRows& below,
-                          const float* initial);
+  void FillRows(Newcomers& fresh, const FetchedRows& below, const float* initial);
+  void InsertBeyondBudget(Newcomers& fresh, const FetchedRows& below, const float* initial);
   // scores: those of new rows, or null for `score`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
                         uint64_t score, const uint64_t* scores, const FetchedRows& below,
@@ -342,8 +387,8 @@ class Table : public std::enable_shared_from_this<Table> {
                float* scratch);  // scratch holds a vector
   bool counts_apart() const { return options_.evict_least_used && !counts_occurrences(); }
   uint64_t Worth(const IndexEntry& entry) const {  // the smallest is evicted first
-    if (entry.score < expired_below_) return 0;
-    return counts_apart() ? uses(entry.row) : entry.score;
+    if (!counts_apart()) return entry.score;
+    return entry.score < expired_below_ ? 0 : uses(entry.row);
   }
   uint32_t uses(Row row) const { return counts_apart() ? uses_[static_cast<size_t>(row)] : 0; }
   void CountUses(const Row* rows, int64_t n);
@@ -376,7 +421,8 @@ class Table : public std::enable_shared_from_this<Table> {
     constexpr int64_t kLeastTracked = 1 << 14;
     return std::max(kLeastTracked, kTrackedPerRow * rows);
   }
-  static int ClassBits(int64_t max_capacity);
+  static int ClassBits(const TableOptions& options, int64_t max_capacity);
+  static KeyIndexOptions IndexOptions(const TableOptions& options, int64_t max_capacity);
   int64_t MissWindow() const;
   int64_t EraseLocked(std::span<const int64_t> keys);
   int64_t Sweep(uint64_t min_score);
@@ -414,9 +460,9 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t row_limit_ = 0;     // rows at most
   int64_t row_capacity_ = 0;  // row numbers are below it
   std::optional<AdmissionFilter> admission_;
-  // With admit_by_frequency, once the table is full: no score in a class is below its floor.
-  std::optional<FrequencySketch> sketch_;
-  std::vector<uint64_t> floors_;
+  std::optional<FrequencySketch> sketch_;  // with admit_by_frequency, once the table is full
+  std::optional<VictimQueues> queues_;     // once it evicts
+  uint64_t highest_score_ = 0;             // of all that hits have set, or that rows came with
   int class_bits_ = 0;
   std::vector<uint8_t> shared_used_;  // by number: a training batch has used it
   uint64_t layout_ = 0;               // changes when slots do

@@ -22,7 +22,8 @@ from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.replaying import Replay
 from embstore.checkpoint.spec import CLOCK_STRATEGIES
 from embstore.formats.columns import Columns
-from embstore.options import DEFAULT_MAX_CAPACITY
+from embstore.optimizers import SGD
+from embstore.options import DEFAULT_MAX_CAPACITY, DType, ScoreStrategy, TableOptions
 from embstore.readable import duration_text
 
 _FEW_INCREMENTS = 2  # an id has to be able to come back
@@ -42,8 +43,12 @@ def _capacity(table: Columns) -> int:
 
 
 def _row_bytes(table: Columns) -> float:
-    width = table.spec.state_width if table.spec and table.state_names else 0
-    return 4.0 * (table.dim + width)
+    """Of a full table in memory, with its share of the index."""
+    rows, spec = _capacity(table), table.spec
+    optimizer = spec.optimizer_object() if spec else SGD()
+    dtype = DType[spec.dtype.upper()] if spec else DType.FLOAT32
+    options = TableOptions(name=table.name, dim=table.dim, dtype=dtype, optimizer=optimizer)
+    return options.full_bytes(rows) / rows
 
 
 def _from_increments(table: Columns, steps: Sequence[DumpTable]) -> Advice:
@@ -60,6 +65,7 @@ def _from_increments(table: Columns, steps: Sequence[DumpTable]) -> Advice:
         sample,
         capacity,
         _row_bytes(table),
+        table.spec is not None and ScoreStrategy[table.spec.score_strategy.upper()].keeps_frequent,
         table=table.label,
         rows=table.rows,
         capacity=capacity,

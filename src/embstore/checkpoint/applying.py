@@ -114,6 +114,8 @@ def _build(base: Match, increments: list[Match], ranks: Ranks) -> Match:
     for increment in increments:
         newest = replace(increment, table=table)
         _apply(newest, _blocks(newest, ranks), ranks)
+        if increment is not increments[-1]:
+            newest.restore_admission()
     newest.restore()
     return newest
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from embstore.checkpoint.dumping import Tables
 from embstore.checkpoint.files import interrupts_held
+from embstore.checkpoint.sources import Taken
 from embstore.checkpoint.spec import TableSpec
 
 
@@ -19,7 +19,7 @@ class Attempt:
     number: int = -1
     identity: str = ""
     taken_ns: int = 0
-    taken: list[tuple[str, TableSpec, Any]] = field(default_factory=list)  # collection, table, snapshot
+    taken: list[Taken] = field(default_factory=list)
 
     def take(self, tables: Tables) -> None:
         """Takes the changes of all tables. Costs a swap for each, whatever their number."""
@@ -27,12 +27,17 @@ class Attempt:
         for collection in sorted(tables):
             for _, table in sorted(tables[collection].items()):
                 with interrupts_held():  # what is taken and not noted down would be lost
-                    self.taken.append((collection, TableSpec.of(table), table.snapshot_changes()))
+                    taken = Taken(collection, TableSpec.of(table), table, table.snapshot_changes())
+                    self.taken.append(taken)
+                    taken.counters = table.take_admission_changes()
 
     def restore(self) -> None:
         """Makes the changes part of the next attempt."""
         while self.taken:
-            self.taken[-1][2].restore()
+            taken = self.taken[-1]
+            taken.rows.restore()
+            if taken.counters is not None:
+                taken.table.return_admission_changes(taken.counters)
             self.taken.pop()
 
 

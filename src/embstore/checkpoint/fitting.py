@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.admission import Counters, admission_file, changes_file, stored_counters
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import file_stem
@@ -27,7 +28,7 @@ from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.shared import chosen, stored_shared
 from embstore.checkpoint.spec import CLOCK_STRATEGIES, ORIGINAL_TYPES, TableSpec
-from embstore.checkpoint.writing import admission_file, counter_files
+from embstore.checkpoint.writing import counter_files
 from embstore.distributed.ranks import Ranks
 from embstore.formats.dynamicemb import other_optimizer
 from embstore.ownership import AnyOwnership, owner
@@ -53,6 +54,7 @@ class Match:
     fresh          the optimizer state of a new row
     counters       attributes of the table to set when its rows are there
     admission      counters of keys without a row, or None
+    admission_changes  of an increment: what changed of these counters, or None
     shared         shared rows by number, or None to leave those of the table
     counts         of a counter beside the table: hands them over
     notes          what the user should know: not everything came along
@@ -66,7 +68,8 @@ class Match:
     same_partition: bool
     fresh: npt.NDArray[np.float32]
     counters: dict[str, Any]
-    admission: npt.NDArray[np.uint16] | None = None
+    admission: Counters | None = None
+    admission_changes: Counters | None = None
     counts: Callable[[], None] | None = None
     shared: Rows | None = None
     notes: list[str] = field(default_factory=list)
@@ -94,11 +97,18 @@ class Match:
                 setattr(table, name, value)
         if self.counts is not None:
             self.counts()
-        if self.admission is not None and not table.restore_admission_counters(self.admission):
-            self.notes.append(_recounted(self.stored))
+        self.restore_admission()
         if self.shared is not None:
             states = self.shared.states if self.optim else None
             table.assign_shared_rows(self.shared.keys, self.shared.values, states)
+
+    def restore_admission(self) -> None:
+        """Sets the counters of keys without a row, or applies what an increment says of them."""
+        table = self.table
+        if self.admission is not None and not table.restore_admission_counters(self.admission):
+            self.notes.append(_recounted(self.stored))
+        if self.admission_changes is not None:  # the base has told if they do not fit
+            table.apply_admission_changes(self.admission_changes)
 
     def warn(self) -> None:
         for note in self.notes:
@@ -151,7 +161,12 @@ def fit(
         notes=notes,
         counts=None if take_counts is None else _counts(stored, ranks, ownership, take_counts),
     )
-    return replace(match, admission=_admission(match, ranks), shared=_shared(match, ranks))
+    return replace(
+        match,
+        admission=_admission(match, admission_file, ranks),
+        admission_changes=_admission(match, changes_file, ranks),
+        shared=_shared(match, ranks),
+    )
 
 
 def _optimizer_of(stored: DumpTable) -> str:
@@ -291,21 +306,19 @@ def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -
     return found
 
 
-def _admission(match: Match, ranks: Ranks) -> npt.NDArray[np.uint16] | None:
+def _admission(match: Match, file_of: Callable[[str, int, int], str], ranks: Ranks) -> Counters | None:
     """How often keys without a row were seen. Counters know no keys, so they cannot be redistributed."""
     stored = match.stored
     if not match.table.options.counts_keys or stored.manifest is None:
         return None
     world = stored.manifest.world
-    names = [admission_file(stored.name, rank, world) for rank in range(world)]
+    names = [file_of(stored.name, rank, world) for rank in range(world)]
     if not any(name in stored.files() for name in names):
         return None
     if not match.same_partition or names[ranks.rank] not in stored.files():
         match.notes.append(_recounted(stored))
         return None
-    name = names[ranks.rank]
-    rows = stored.files()[name]["bytes"] // 2
-    return RowFile(stored.folder / name, "<u2", rows, 1).read(0, rows)[:, 0]
+    return stored_counters(stored, names[ranks.rank])
 
 
 def _shared(match: Match, ranks: Ranks) -> Rows | None:

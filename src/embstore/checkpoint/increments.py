@@ -267,8 +267,8 @@ class IncrementLog:
             facts, optim, ownership = place
             attempt.number = int(facts["number"])
             sources = [
-                changes_source(collection, spec, changes, ownership_of(ownership, collection, spec.name))
-                for collection, spec, changes in attempt.taken
+                changes_source(of, ownership_of(ownership, of.collection, of.spec.name))
+                for of in attempt.taken
             ]
             options = DumpOptions("v1a", optim, facts, taken_ns=attempt.taken_ns)
             path = self._entry("increment", attempt.number)

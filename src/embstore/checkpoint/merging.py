@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.admission import Counters, merged_counters
 from embstore.checkpoint.dumping import start
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.parts import RowFile
@@ -107,6 +108,12 @@ class Merged:
             return None
         return chosen(self.spec, found, self.spec, rank, world, alike=world == self._newest.world)
 
+    def admission(self, rank: int, world: int) -> Counters | None:
+        """The counters of one rank; None where there are none, or another number of ranks counted."""
+        if world != self.world or self._base.world != world:
+            return None
+        return merged_counters(self._base, self._increments, rank, world)
+
     def empty(self) -> Rows:
         """No rows, as wide as the others."""
         width = sum(w for _, w in self.spec.states) if self._base.state_names else 0
@@ -163,6 +170,7 @@ def rewrite(
                 t.blocks(rank, world),
                 ownership=t.ownership,
                 shared=t.shared(rank, world),
+                admission=t.admission(rank, world),
             )
             for t, rows in zip(merged, sizes)
         ]

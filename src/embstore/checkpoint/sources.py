@@ -25,8 +25,8 @@ Counts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # keys and how oft
 class Source:
     """Rows of a table that one rank writes: how many, and a reader that several threads may call until
     it fills a buffer with no more rows. `gone` gives the tombstones of an increment. Of keys that have no
-    row yet, `admission` is the filter of the table (Table.admission_counters) and `counts` are keys and
-    frequencies of a counter beside it, if there are any."""
+    row yet, `admission` has the counters of the table (Table.admission_counters), `admission_changes` what
+    changed of them, and `counts` are keys and frequencies of a counter beside it, if there are any."""
 
     collection: str
     spec: TableSpec
@@ -36,6 +36,7 @@ class Source:
     gone: Callable[[], npt.NDArray[np.int64]] | None = None  # may take long, too
     ownership: AnyOwnership = Ownership.ROUNDROBIN
     admission: npt.NDArray[np.uint16] | None = None
+    admission_changes: npt.NDArray[np.uint16] | None = None
     counts: Counts | None = None
     shared: Rows | None = None  # by number; None: the table has none
 
@@ -70,16 +71,29 @@ def table_source(
     )
 
 
-def changes_source(collection: str, spec: TableSpec, snapshot: Any, ownership: AnyOwnership) -> Source:
+@dataclass
+class Taken:
+    """Changes of a table: a snapshot of its rows, and of the counters of keys without a row."""
+
+    collection: str
+    spec: TableSpec
+    table: Table
+    rows: Any
+    counters: npt.NDArray[np.uint16] | None = None
+
+
+def changes_source(taken: Taken, ownership: AnyOwnership) -> Source:
     """What a snapshot of changes has. The snapshot can still put its changes back after the end."""
+    spec, snapshot = taken.spec, taken.rows
     return Source(
-        collection,
+        taken.collection,
         spec,
         lambda: int(snapshot.rows),
         lambda buffer: _read(snapshot, buffer),
         snapshot.detach,
         gone=snapshot.removed,
         ownership=ownership,
+        admission_changes=taken.counters,
         shared=Rows(*snapshot.shared) if spec.shared_rows else None,
     )
 
@@ -104,6 +118,7 @@ def block_source(
     blocks: Iterable[Rows],
     ownership: AnyOwnership = Ownership.ROUNDROBIN,
     shared: Rows | None = None,
+    admission: npt.NDArray[np.uint16] | None = None,
 ) -> Source:
     """Rows that come in blocks, such as those of another dump."""
     lock = threading.Lock()
@@ -128,7 +143,9 @@ def block_source(
                 rest.append(block[n:])
             return n
 
-    return Source(collection, spec, lambda: rows, read, ownership=ownership, shared=shared)
+    return Source(
+        collection, spec, lambda: rows, read, ownership=ownership, shared=shared, admission=admission
+    )
 
 
 def block_rows(spec: TableSpec) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint import manifest
+from embstore.checkpoint.admission import admission_file, changes_file
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.files import combine, crc32, write_at, write_durably
 from embstore.checkpoint.names import file_stem
@@ -243,9 +244,13 @@ class DumpJob:
                 found = writer.pieces
                 if source.removed is not None:
                     found |= write_removed(folder, source, sum(self._removed(i)[:rank]))
-                if source.admission is not None:
-                    name = admission_file(source.spec.name, rank, self._world)
-                    found |= {name: [write_array(folder / name, source.admission)]}
+                for file_of, counters in (
+                    (admission_file, source.admission),
+                    (changes_file, source.admission_changes),
+                ):
+                    if counters is not None:
+                        name = file_of(source.spec.name, rank, self._world)
+                        found |= {name: [write_array(folder / name, counters)]}
                 if source.shared is not None:
                     name = shared_file(source.spec.name, rank, self._world)
                     records = as_records(source.shared, self._options.optim)
@@ -335,11 +340,6 @@ def _size(source: Source) -> tuple[int, int]:
 def removed_file(name: str) -> str:
     """The tombstones of a table in an increment: int64 keys."""
     return f"{file_stem(name)}_removed"
-
-
-def admission_file(name: str, rank: int, world: int) -> str:
-    """The counters of one rank for keys of a table that have no row yet: uint16."""
-    return f"{file_stem(name)}_admission.rank_{rank}.world_size_{world}"
 
 
 def counter_files(name: str, rank: int, world: int) -> tuple[str, str]:

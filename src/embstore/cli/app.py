@@ -28,14 +28,14 @@ from embstore.cli import WRONG_USE, missing_extra
 from embstore.formats.columns import Columns
 from embstore.progress import Bar, Progress, bar
 
-app = typer.Typer(no_args_is_help=True, help="Look into dumps; check, rewrite and serve them.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, check, convert and serve dumps of embedding tables.")
 errors = Console(stderr=True)
 
 DIFFERENT, DAMAGED = 1, 3
 PATIENCE_SECONDS = 1.0  # work that takes longer shows that it goes on
 WIDTH = 80
 
-Target = Annotated[Path, typer.Argument(help="the folder to write; not there yet")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="the folder to write; must not exist")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 OneTable = Annotated[str, typer.Option("--table", help="only tables of this name, or collection/name")]
 
@@ -102,6 +102,8 @@ DumpPath = Annotated[
         help="the folder or URL of a dump or of a log, or the folder of one of its collections",
     ),
 ]
+
+OtherDump = Annotated[Path, typer.Argument(parser=_local, metavar="OTHER", help="what to compare it with")]
 
 
 def refused(kind: str, message: str, code: int, as_json: bool) -> typer.Exit:

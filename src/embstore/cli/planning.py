@@ -22,18 +22,18 @@ FIELDS = ("rows", "dim", "dtype", "optimizer", "ids")
 def show_plan(
     table: Annotated[
         list[str] | None,
-        typer.Option(help="NAME,rows=1e9,dim=16[,dtype=float16][,optimizer=Adam][,ids=1]; may be repeated"),
+        typer.Option(help="such as user,rows=1e9,dim=16; also dtype=, optimizer= and ids=; once per table"),
     ] = None,
-    batch: Annotated[str, typer.Option(help="ids of a step on one rank")] = "65536",
-    ids: Annotated[str, typer.Option(help="ids a second that all ranks have to train")] = "0",
-    distinct: Annotated[float, typer.Option(help="share of the ids of a step that are distinct")] = 1.0,
-    hosts: Annotated[int, typer.Option(help="how many")] = 1,
-    ranks: Annotated[int, typer.Option(help="of a host")] = 1,
-    cores: Annotated[int | None, typer.Option(help="of a host")] = None,
-    memory: Annotated[str, typer.Option(help="of a host, such as 512GiB")] = "",
-    network: Annotated[str, typer.Option(help="of a host, such as 100Gbit or 10GB, a second")] = "10Gbit",
-    latency: Annotated[float, typer.Option(help="of a message between hosts, in seconds")] = 50e-6,
-    disk: Annotated[str, typer.Option(help="of a host, such as 2GB, a second")] = "",
+    batch: Annotated[str, typer.Option(help="ids per step on one rank")] = "65536",
+    ids: Annotated[str, typer.Option(help="ids per second that all ranks together have to train")] = "0",
+    distinct: Annotated[float, typer.Option(help="share of distinct ids in a step")] = 1.0,
+    hosts: Annotated[int, typer.Option(help="number of hosts")] = 1,
+    ranks: Annotated[int, typer.Option(help="ranks per host")] = 1,
+    cores: Annotated[int | None, typer.Option(help="cores per host")] = None,
+    memory: Annotated[str, typer.Option(help="memory per host, such as 512GiB")] = "",
+    network: Annotated[str, typer.Option(help="per host and second, such as 100Gbit or 10GB")] = "10Gbit",
+    latency: Annotated[float, typer.Option(help="seconds for a message between hosts")] = 50e-6,
+    disk: Annotated[str, typer.Option(help="per host and second, such as 2GB")] = "",
     dump_every: Annotated[float, typer.Option(help="seconds between dumps")] = 3600.0,
     append_every: Annotated[float, typer.Option(help="seconds between increments")] = 10.0,
     machine: Annotated[Path | None, typer.Option(help="constants that --measure wrote")] = None,
@@ -42,7 +42,7 @@ def show_plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predicts memory, traffic, step time, dumps, recovery, freshness, and what breaks first."""
+    """Predict memory, traffic, step time, dumps, recovery, freshness, and what breaks first."""
     with refusals(as_json):
         if measure is not None and machine is not None:
             raise ValueError(f"--machine should not be given beside --measure but is: {machine}")

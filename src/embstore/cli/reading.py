@@ -17,6 +17,7 @@ from embstore.cli.app import (
     DumpPath,
     Json,
     OneTable,
+    OtherDump,
     app,
     matches,
     plural,
@@ -39,7 +40,7 @@ BAR = 24  # columns of the longest
 
 @app.command()
 def inspect(path: DumpPath, as_json: Json = False) -> None:
-    """Tables with their counts, dims, bytes and a histogram of the scores."""
+    """List the tables: rows, dims, bytes, and a histogram of the scores."""
     with refusals(as_json), working("reading"):
         rows: list[dict[str, Any]] = []
         for table in open_any(path).tables:
@@ -109,7 +110,7 @@ def _told_apart(scores: list[int]) -> list[str]:
 
 @app.command()
 def verify(path: DumpPath, as_json: Json = False) -> None:
-    """Reads every file and compares its checksum with the manifest; of a log, all its entries."""
+    """Check every file against its checksum in the manifest; for a log, every entry."""
     with refusals(as_json):
         stored = open_any(path)
         with Bars("verifying") as report:
@@ -130,7 +131,7 @@ def get(
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
-    """Vectors and scores of keys. Exit code 1 when one is missing everywhere."""
+    """Print the vectors and scores of keys. Exit code 1 if no table has one of them."""
     with refusals(as_json):
         wanted = [_as_key(text) for text in keys]
         rows, found = [], set()
@@ -168,11 +169,11 @@ def _as_key(text: str) -> int:
 def top(
     path: DumpPath,
     by: Annotated[str, typer.Option(help="score or norm")] = "score",
-    n: Annotated[int, typer.Option("-n", help="how many of each table")] = 10,
+    n: Annotated[int, typer.Option("-n", help="how many per table")] = 10,
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
-    """The keys with the largest scores, or vectors."""
+    """Print the keys with the largest scores, or with the longest vectors."""
     with refusals(as_json), working("reading"):
         if by not in ("score", "norm"):
             raise ValueError(f"--by should be score or norm but is: {by!r}")
@@ -197,12 +198,12 @@ def _largest(stored: Columns, by: str, n: int) -> list[dict[str, Any]]:
 @app.command()
 def diff(
     first: DumpPath,
-    second: DumpPath,
+    second: OtherDump,
     tolerance: Annotated[float, typer.Option(help="ignore differences up to this value")] = 0.0,
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
-    """Keys that only one dump has, and rows that differ. Exit code 1 when there are any."""
+    """Compare two dumps: keys of only one, rows that differ. Exit code 1 if any."""
     with refusals(as_json), working("comparing"):
         if not tolerance >= 0:
             raise ValueError(f"--tolerance should be at least 0 but is: {tolerance}")
@@ -278,7 +279,7 @@ def _shared_difference(a: Rows | None, b: Rows | None, tolerance: float) -> int:
 
 @app.command()
 def advise(path: DumpPath, table: OneTable = "", as_json: Json = False) -> None:
-    """How large tables should be: hit rates by capacity, as far as a dump or the increments of a log tell."""
+    """Show hit rates by capacity, as far as a dump or the increments of a log tell."""
     with refusals(as_json), working("reading"):
         stored = open_any(path)
         stored.tables = selected(stored.tables, table)
@@ -295,7 +296,7 @@ def stats(
     plot: Annotated[Path | None, typer.Option(help="a PNG of norms and scores")] = None,
     as_json: Json = False,
 ) -> None:
-    """Mean, spread and norms of the vectors of each table."""
+    """Print mean, spread and norms of the vectors of each table."""
     with refusals(as_json), working("reading"):
         rows: list[dict[str, Any]] = []
         drawn = []

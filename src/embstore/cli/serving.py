@@ -17,7 +17,9 @@ from embstore.cli.app import Json, app, refusals, working
 
 @app.command()
 def serve(
-    path: Annotated[str, typer.Argument(help="the folder or URL of a dump, a log or a prepared base")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="the folder or URL of a dump, a log or a prepared base")
+    ],
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the port to listen on")] = 8200,
     workers: Annotated[int, typer.Option(help="processes; they share the memory of the rows")] = 1,
@@ -25,7 +27,7 @@ def serve(
     token_file: Annotated[Path | None, typer.Option(help="holds the token that clients send")] = None,
     as_json: Json = False,
 ) -> None:
-    """Answers lookups over HTTP until SIGINT or SIGTERM; follows a log as it grows."""
+    """Answer lookups over HTTP until SIGINT or SIGTERM; follow a log as it grows."""
     with refusals(as_json), ExitStack() as opening:
         from embstore.checkpoint.remote import shown_url
         from embstore.serving import server
@@ -62,7 +64,7 @@ def _require_free(host: str, port: int) -> None:
 
 @app.command("doctor")
 def show_doctor(as_json: Json = False) -> None:
-    """Versions, instruction set, threads, memory, disk, extras, and the speed of a lookup."""
+    """Show versions, instruction set, threads, memory, disk, extras, lookup speed."""
     with refusals(as_json), working("measuring"):
         facts = doctor.examine()
         typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(doctor.lines(facts)))

@@ -26,7 +26,7 @@ def _written(target: Path, as_json: bool) -> None:
 
 @app.command()
 def merge(log: DumpPath, target: Target, as_json: Json = False) -> None:
-    """A dump of what a log says: its base and all increments after it."""
+    """Write a dump of the newest state of a log: its base and all increments."""
     with refusals(as_json):
         if not is_log(log):
             raise ValueError(f"log should be the folder of an increment log but is: {log}")
@@ -39,10 +39,10 @@ def merge(log: DumpPath, target: Target, as_json: Json = False) -> None:
 def reshard(
     path: DumpPath,
     target: Target,
-    world: Annotated[int, typer.Option(help="for how many ranks")],
+    world: Annotated[int, typer.Option(help="number of ranks")],
     as_json: Json = False,
 ) -> None:
-    """The same rows, ordered (v1a) or in files (v2) for another number of ranks."""
+    """Write the same rows for another number of ranks."""
     with refusals(as_json):
         as_integer(world, 1, 65536, "--world")
         with Bars("resharding") as report:
@@ -55,12 +55,12 @@ def convert(
     path: DumpPath,
     target: Target,
     to: Annotated[str, typer.Option(help=f"one of {', '.join(converting.FORMATS)}")],
-    snapshot: Annotated[str | None, typer.Option(help="name of a snapshot of OneEmbedding")] = None,
-    dim: Annotated[int | None, typer.Option(help="of vectors in rows of OneEmbedding")] = None,
-    optimizer: Annotated[str, typer.Option(help="of the state in rows of OneEmbedding")] = "SGD",
+    snapshot: Annotated[str | None, typer.Option(help="name of a OneEmbedding snapshot")] = None,
+    dim: Annotated[int | None, typer.Option(help="width of the vectors in OneEmbedding rows")] = None,
+    optimizer: Annotated[str, typer.Option(help="optimizer whose state OneEmbedding rows hold")] = "SGD",
     as_json: Json = False,
 ) -> None:
-    """Other layouts of dumps, and files of other tools; and back."""
+    """Convert between layouts of dumps and files of other tools."""
     with refusals(as_json):
         with Bars("converting") as report:
             rewriting.convert(

@@ -1,7 +1,7 @@
 """Bags on their way to the owners of their keys: lengths, keys and weights in one message for each rank.
 
-packed = pack_bags(keys, offsets, weights, features=2, world=2)
-packed.messages     bytes: first all that rank 0 gets, then what rank 1 gets
+packed = pack_bags(keys, offsets, weights, features=2, world=3, rank=1)
+packed.messages     bytes: what rank 0 gets, then rank 2, at last what stays here
 packed.keys         keys in the message for each rank
 packed.bytes        bytes of the message for each rank
 """
@@ -22,9 +22,14 @@ from embstore.ownership import AnyOwnership, Ownership, engine_ownership
 class PackedBags:
     """What `pack_bags` made."""
 
-    messages: torch.Tensor  # uint8
+    messages: torch.Tensor  # uint8: those for other ranks, by rank, then the own one
     keys: list[int]
     bytes: list[int]
+
+    def split(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What other ranks get, and what stays on this one."""
+        cut = self.messages.numel() - self.bytes[rank]
+        return self.messages[:cut], self.messages[cut:]
 
 
 def pack_bags(
@@ -33,6 +38,7 @@ def pack_bags(
     weights: torch.Tensor | None,
     features: int,
     world: int,
+    rank: int,
     ownership: AnyOwnership = Ownership.ROUNDROBIN,
     rank_of_feature: Sequence[int] = (),
 ) -> PackedBags:
@@ -50,6 +56,7 @@ def pack_bags(
         0 if weights is None else weights.data_ptr(),
         features,
         world,
+        rank,
         rule,
         rows,
         list(rank_of_feature),
@@ -63,17 +70,21 @@ def message_bytes(keys: int, features: int, samples: int, *, weighted: bool) -> 
 
 
 def unpack_bags(
-    messages: torch.Tensor, keys: Sequence[int], samples: Sequence[int], features: int, *, weighted: bool
+    messages: Sequence[torch.Tensor],
+    keys: Sequence[int],
+    samples: Sequence[int],
+    features: int,
+    *,
+    weighted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys (n), offsets (features x all samples + 1) and weights (n) of the messages of all ranks, one after
-    the other, in the order feature, rank, sample. `keys` and `samples` are those of each message."""
+    """Keys (n), offsets (features x all samples + 1) and weights (n) of the messages of all ranks, in the
+    order feature, rank, sample. `keys` and `samples` are those of each message."""
     n = sum(keys)
     out = empty_tensor((n,), torch.int64)
     offsets = empty_tensor((features * sum(samples) + 1,), torch.int64)
     weights = empty_tensor((n,), torch.float32) if weighted else None
     _core.unpack_bags(
-        messages.data_ptr(),
-        messages.numel(),
+        [(message.data_ptr(), message.numel()) for message in messages],
         list(keys),
         list(samples),
         features,

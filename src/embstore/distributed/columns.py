@@ -13,7 +13,6 @@ from itertools import accumulate
 import torch
 
 from embstore import _core
-from embstore.arrays import empty_tensor
 
 
 class Columns:
@@ -42,10 +41,10 @@ class Columns:
         """Elements of a row in the block of each rank for `join`: at least one, so that a mark fits."""
         return [max(width, 1) for width in self.widths]
 
-    def join(self, blocks: torch.Tensor, starts: Sequence[int], rows: int) -> torch.Tensor:
-        """(rows, width): the block of rank r begins at blocks[starts[r]], its rows are strides[r] apart."""
+    def join(self, blocks: torch.Tensor, starts: Sequence[int], out: torch.Tensor, own: int) -> None:
+        """Fills out (rows, width) but for the columns of the rank `own`. The block of rank r begins at
+        blocks[starts[r]], its rows are strides[r] apart."""
         strides = self.strides
-        out = empty_tensor((rows, self.width), blocks.dtype)
         size = out.element_size()
         source, target = blocks.data_ptr(), out.data_ptr()
         _core.copy_columns(
@@ -58,18 +57,15 @@ class Columns:
                     columns * size,
                 )
                 for rank, first, to, columns in self._runs
+                if rank != own
             ],
-            rows,
+            out.shape[0],
         )
-        return out
 
-    def split(self, whole: torch.Tensor) -> torch.Tensor:
-        """The blocks of all ranks one after the other, (rows, widths[r]) each, of a contiguous matrix."""
-        rows = whole.shape[0]
-        out = empty_tensor((whole.numel(),), whole.dtype)
-        size = out.element_size()
-        source, target = whole.data_ptr(), out.data_ptr()
-        starts = list(accumulate((rows * width for width in self.widths), initial=0))
+    def split(self, whole: torch.Tensor, blocks: torch.Tensor, starts: Sequence[int]) -> None:
+        """Writes the columns (rows, widths[r]) of a contiguous matrix to blocks[starts[r]], for each rank."""
+        size = whole.element_size()
+        source, target = whole.data_ptr(), blocks.data_ptr()
         _core.copy_columns(
             [
                 (
@@ -81,6 +77,5 @@ class Columns:
                 )
                 for rank, to, first, columns in self._runs
             ],
-            rows,
+            whole.shape[0],
         )
-        return out

@@ -254,11 +254,6 @@ class TorchRanks(Ranks):
 
         return wait
 
-    def all_gather_rows(self, out: Any, rows: Any, what: str = "") -> None:
-        """Puts the rows of all ranks, of one size, into `out`. Both are flat tensors on the CPU."""
-        with self._watching(what):
-            self._group._allgather_base(out, rows).wait()
-
     def background(self, purpose: str = "background") -> Ranks:
         return TorchRanks(self._base, purpose, self.call)
 

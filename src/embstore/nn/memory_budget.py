@@ -28,7 +28,6 @@ EVERY = 256  # training batches
 _PARTS = 256  # of the budget, for the search
 _WORTH_MOVING = 0.05  # of a table's rows
 _FORGET = 0.5  # what was observed counts half after each move
-_BY_RECENCY = (ScoreStrategy.TIMESTAMP, ScoreStrategy.STEP, ScoreStrategy.CUSTOMIZED)
 
 
 def split_equally(options: Sequence[TableOptions], budget_bytes: int) -> list[TableOptions]:
@@ -161,8 +160,7 @@ class MemoryBudget:
 def _found_by(table: Table) -> Callable[[Sequence[float]], npt.NDArray[np.float64]]:
     """Uses that a table finds, by its rows, under its way to choose who stays."""
     sample = table.miss_sample()
-    recent = table.options.score_strategy in _BY_RECENCY and not table.options.evict_least_used
-    return sample.by_recency if recent else sample.by_frequency
+    return sample.by_frequency if table.options.keeps_frequent else sample.by_recency
 
 
 def _concave(curve: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -75,11 +75,16 @@ class EmbeddingKeywords(TableKeywords, ModuleKeywords, total=False):
 
 def _with_defaults(options: TableOptions, device_rows: int, *, bounded: bool) -> TableOptions:
     """A table that may have to evict keeps the rows of ids that are frequent lately and has a shared row for
-    the others, unless its options say something else."""
+    the others, unless its options say something else. Rows begin with their initial values: where ids come
+    and go, copies of the shared row learn more slowly (docs/sizing.md)."""
     if not bounded or device_rows or options.says_what_goes:
         return options
     return replace(
-        options, score_strategy=ScoreStrategy.AGED_LFU, admission=Admission.FREQUENCY, shared_rows=1
+        options,
+        score_strategy=ScoreStrategy.AGED_LFU,
+        admission=Admission.FREQUENCY,
+        shared_rows=1,
+        start_from_shared=options._says_start and options.start_from_shared,
     ).within_bytes(options)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from faces.dynamicemb import jobs, ranks
+from faces.dynamicemb import jobs, option_jobs, ranks
 from faces.dynamicemb.models import CONSTANT, all_rows
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 
@@ -35,19 +35,19 @@ def test_a_sharded_module_shows_the_rows_of_its_tables_on_this_rank(kind: str) -
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_bucket_full_of_one_batch_refuses_the_rest_and_says_how_many(world: int) -> None:
-    ignored = ranks.run(world, jobs.overfill, DynamicEmbCheckMode.IGNORE)
-    warned = ranks.run(world, jobs.overfill, DynamicEmbCheckMode.WARNING)
+    ignored = ranks.run(world, option_jobs.overfill, DynamicEmbCheckMode.IGNORE)
+    warned = ranks.run(world, option_jobs.overfill, DynamicEmbCheckMode.WARNING)
     for results in (ignored, warned):
         assert (results[0]["zeros"], results[0]["refusals"], results[0]["size"]) == (72, 72, 128)
     assert not any(r["warnings"] for r in ignored)
     assert len(warned[0]["warnings"]) == 1 and " 72 " in warned[0]["warnings"][0]
-    for kind, message, _ in ranks.errors(world, jobs.overfill, DynamicEmbCheckMode.ERROR):
+    for kind, message, _ in ranks.errors(world, option_jobs.overfill, DynamicEmbCheckMode.ERROR):
         assert kind == "RefusedKeysError" and " 72 " in message
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_strategies_mix_in_one_collection_and_each_keeps_its_scores(world: int) -> None:
-    results = ranks.run(world, jobs.mixed_scores)
+    results = ranks.run(world, option_jobs.mixed_scores)
     for result in results:
         first, second, third = (result[name]["model"] for name in ("first", "second", "third"))
         assert (first["t_CUSTOMIZED"], first["t_LFU"], third["t_LFU"]) == (0, 1, 1)
@@ -67,12 +67,12 @@ def test_strategies_mix_in_one_collection_and_each_keeps_its_scores(world: int) 
 
 @pytest.mark.parametrize("set_on", [[], [0]])
 def test_a_customized_table_without_a_score_raises_on_every_rank(set_on: list[int]) -> None:
-    for kind, message, _ in ranks.errors(2, jobs.customized_without_score, set_on):
+    for kind, message, _ in ranks.errors(2, option_jobs.customized_without_score, set_on):
         assert kind == "RuntimeError" and "'t0'" in message and "score" in message
 
 
 def test_a_wrong_score_is_named() -> None:
-    ((timestamp, zero, fraction, boolean, shape),) = ranks.run(1, jobs.wrong_scores)
+    ((timestamp, zero, fraction, boolean, shape),) = ranks.run(1, option_jobs.wrong_scores)
     assert "TIMESTAMP" in timestamp and "0" in zero and "1.5" in fraction and "True" in boolean
     assert "'model'" in shape
 
@@ -167,7 +167,7 @@ def test_ranks_that_disagree_about_a_table_all_say_so(about: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_key_is_stored_once_it_was_seen_often_enough(world: int) -> None:
-    results = ranks.run(world, jobs.admission, 3 * world)
+    results = ranks.run(world, option_jobs.admission, 3 * world)
     # key 1 comes twice a batch on every rank, key 2 once
     merged = [sorted(key for r in results for key in r["sizes"][step]) for step in range(3)]
     assert merged == [[], [1], [1, 2]]
@@ -181,12 +181,12 @@ def test_a_key_is_stored_once_it_was_seen_often_enough(world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_dropping_duplicates_on_the_wire_does_not_change_counts(world: int) -> None:
-    counts = {key: score for r in ranks.run(world, jobs.count_with_dedup) for key, score in r.items()}
+    counts = {key: score for r in ranks.run(world, option_jobs.count_with_dedup) for key, score in r.items()}
     assert counts == {5: 3 * world, 6: world}
 
 
 def test_rows_evicted_to_a_store_come_back() -> None:
-    (result,) = ranks.run(1, jobs.over_a_store)
+    (result,) = ranks.run(1, option_jobs.over_a_store)
     assert result["vectors"] == [CONSTANT.value - 1.0]
     assert result["evictions"] >= 300 - 128
 
@@ -198,7 +198,7 @@ def test_rows_evicted_to_a_store_come_back() -> None:
 def test_with_caching_memory_holds_what_fits_the_budget(
     caching: bool, budget_rows: int, capacity: int
 ) -> None:
-    (result,) = ranks.run(1, jobs.with_caching, budget_rows, caching)
+    (result,) = ranks.run(1, option_jobs.with_caching, budget_rows, caching)
     assert result["max_capacity"] == capacity and result["same"]
     assert result["in_memory"] <= capacity
     assert result["in_memory"] + result["below"] >= 400

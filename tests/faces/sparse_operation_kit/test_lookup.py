@@ -224,3 +224,13 @@ def test_a_key_outside_of_a_static_table_is_refused(key):
     variable = sok.Variable(table(np.random.default_rng(3)))
     with pytest.raises(ValueError, match=f"but one is: {key}"):
         sok.lookup_sparse(variable, tf.ragged.constant([[key]], dtype=tf.int64))
+
+
+def test_vectors_of_an_eager_lookup_stay_as_they_are_while_later_ones_run():
+    table = sok.DynamicVariable(dimension=16, initializer="normal")
+    first = tf.nn.embedding_lookup(table, tf.range(4096, dtype=tf.int64))
+    before = first.numpy().copy()
+    for start in (4096, 8192, 12288):  # they would take the memory of the first if it were given back
+        tf.nn.embedding_lookup(table, tf.range(start, start + 4096, dtype=tf.int64))
+    np.testing.assert_array_equal(first, before)
+    np.testing.assert_array_equal(tf.nn.embedding_lookup(table, tf.range(4096, dtype=tf.int64)), before)

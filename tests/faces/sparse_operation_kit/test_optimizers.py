@@ -272,3 +272,62 @@ def test_the_rate_of_sok_sgd_may_be_changed_between_the_steps_of_a_function():
     optimizer.lr = 0.5
     step()
     np.testing.assert_allclose(sok.export(variable)[1], [[-1.5]])
+
+
+def pooled(variable, ids, combiner, mode):
+    """The gradient of a loss over pooled rows, with the tape in or around a tf.function, or alone."""
+
+    def loss():
+        found = sok.lookup_sparse(variable, ids, combiners=combiner)
+        return tf.reduce_sum(
+            found * tf.reshape(tf.range(1.0, 1.0 + tf.cast(tf.size(found), tf.float32)), [3, 2])
+        )
+
+    def gradient(of):
+        with tf.GradientTape() as tape:
+            value = of()
+        return tape.gradient(value, variable)
+
+    if mode == "function":
+        return tf.function(lambda: gradient(loss))()
+    return gradient(tf.function(loss) if mode == "tape around a function" else loss)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["eager", "function", "tape around a function"])
+def test_the_gradient_of_pooled_rows_has_a_value_for_each_key_for_whoever_asks(mode, combiner):
+    variable = sok.DynamicVariable(dimension=2, initializer="ones")
+    ids = tf.ragged.constant([[7, -1, 7], [], [-1]], dtype=tf.int64)
+    slices = pooled(variable, ids, combiner, mode)
+    assert isinstance(slices, tf.IndexedSlices)
+    scale = 1 / 3 if combiner == "mean" else 1
+    np.testing.assert_array_equal(slices.indices, [7, -1, 7, -1])
+    expected = [[scale, 2 * scale]] * 3 + [[5, 6]]
+    np.testing.assert_allclose(slices.values, expected, rtol=1e-6)
+    np.testing.assert_allclose(tf.convert_to_tensor(tf.nest.flatten(slices, True)[0]), expected, rtol=1e-6)
+    (clipped,), _ = tf.clip_by_global_norm([slices], 1e9)
+    np.testing.assert_allclose(clipped.values, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_update_from_bags_is_that_of_the_values_of_their_keys(graph, combiner):
+    ids = tf.ragged.constant([[7, -1, 7], [], [-1]], dtype=tf.int64)
+    rows = []
+    for as_values in (False, True):
+        variable = sok.DynamicVariable(dimension=2, initializer="ones")
+        optimizer = sok.OptimizerWrapper(tf_keras.optimizers.legacy.Adam(0.1))
+
+        def step(variable=variable, optimizer=optimizer, as_values=as_values):
+            slices = pooled(variable, ids, combiner, "eager")
+            if as_values:
+                slices = tf.IndexedSlices(slices.values, slices.indices)
+            optimizer.apply_gradients([(slices, variable)])
+
+        run = tf.function(step) if graph else step
+        for _ in range(3):
+            run()
+        rows.append(variable.table.rows())
+    np.testing.assert_array_equal(rows[0].values, rows[1].values)
+    np.testing.assert_array_equal(rows[0].states, rows[1].states)
+    assert (rows[0].values != 1.0).all()

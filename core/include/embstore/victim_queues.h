@@ -1,0 +1,107 @@
+// VictimQueues: the next victims of each class of keys, so that not every eviction searches them.
+//
+// A class is one of 2^k equal ranges of hashes. Its keys are ranked by their worth (the score, as a
+// rule) and then by HashKey; the smallest is evicted first. A queue caches the smallest keys of its
+// class and never changes the answer:
+//
+//     ranks of a class      3   5   8  11  12  19  20  ...
+//     its queue, K = 4      3   5   8  11                      bound = 11
+//
+// Between two fills a worth may rise at any time, and the queue is not told: the owner compares the
+// worth of the smallest with the present one and renews it. A worth that falls, and a new key, must
+// be offered.
+//
+// Thread safety: const methods may run together; others too, for different classes.
+//
+// Invariants, of a class that is known
+//  1. entries are in descending order, none ranks above `bound`.
+//  2. A key of the class that has no entry ranks above `bound`. The worth of an entry is at most
+//     that of its key. Entries of keys that are gone may remain.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "embstore/hash.h"
+#include "embstore/memory.h"
+
+namespace embstore {
+
+class VictimQueues {
+ public:
+  static constexpr int kEntries = 30;
+  struct Entry {
+    uint64_t worth;
+    int64_t key;
+  };
+  struct Rank {
+    uint64_t worth, tie;
+    auto operator<=>(const Rank&) const = default;
+  };
+  static Rank RankOf(const Entry& entry) { return {entry.worth, HashKey(entry.key)}; }
+
+  explicit VictimQueues(int class_bits)
+      : class_bits_(class_bits),
+        counts_(size_t{1} << class_bits, kUnknown),
+        buffer_(sizeof(Queue) << class_bits) {}
+
+  static int64_t BytesFor(int class_bits) {
+    return static_cast<int64_t>(sizeof(Queue) + 1) << class_bits;
+  }
+  int64_t bytes() const { return BytesFor(class_bits_); }
+
+  bool IsKnown(size_t in_class) const { return counts_[in_class] != kUnknown; }
+  // Forgets what it knows of all classes.
+  void Forget();
+
+  // Makes the queue of the smallest of these, which are all keys of the class; reorders them.
+  struct Candidate {
+    Rank rank;
+    int64_t key;
+  };
+  void Fill(size_t in_class, std::span<Candidate> all);
+
+  // REQUIRES of the rest: IsKnown(in_class).
+  // The entries, the largest first.
+  std::span<const Entry> entries(size_t in_class) const {
+    return {queue(in_class).entries, counts_[in_class]};
+  }
+  const Rank& bound(size_t in_class) const { return queue(in_class).bound; }
+  // Every key of the class has an entry.
+  bool IsComplete(size_t in_class) const { return bound(in_class) == kNoBound; }
+  void Remove(size_t in_class, int at);
+  // A key that is new, or whose worth has changed. Returns whether there is an entry for it now.
+  bool Offer(size_t in_class, const Entry& entry);
+
+  // First the queue, then what it names.
+  void Prefetch(size_t in_class) const {
+    const Queue& own = queue(in_class);
+    __builtin_prefetch(&own, 1);
+    if (const Entry* const next = Next(in_class)) __builtin_prefetch(next, 1);
+  }
+  // The key that goes next unless its worth has risen, or null.
+  const Entry* Next(size_t in_class) const {
+    if (!IsKnown(in_class) || counts_[in_class] == 0) return nullptr;
+    return &queue(in_class).entries[counts_[in_class] - 1];
+  }
+
+ private:
+  static constexpr uint8_t kUnknown = UINT8_MAX;
+  static constexpr Rank kNoBound{UINT64_MAX, UINT64_MAX};
+  struct alignas(64) Queue {
+    Rank bound;
+    Entry entries[kEntries];
+  };
+  Queue& queue(size_t in_class) { return reinterpret_cast<Queue*>(buffer_.data())[in_class]; }
+  const Queue& queue(size_t in_class) const {
+    return reinterpret_cast<const Queue*>(buffer_.data())[in_class];
+  }
+
+  int class_bits_;
+  std::vector<uint8_t> counts_;  // of entries; apart, to know their place before they are read
+  HugeBuffer buffer_;
+};
+
+}  // namespace embstore

@@ -1,0 +1,140 @@
+// Which row goes when a key needs one and the table is full.
+//
+// The victim of a key is the smallest of its class, by worth and then by HashKey, that nobody
+// holds. So the choice depends on the keys and their scores alone: not on threads, on the order of
+// arrival or on where the index keeps them.
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "embstore/table.h"
+
+namespace embstore {
+
+// A class has so few keys that its smallest score is found quickly, but at least as many as a
+// bucket has room for: options say among how many rows a victim is searched. A small table is one
+// class.
+int Table::ClassBits(const TableOptions& options, int64_t max_capacity) {
+  constexpr int64_t kSmall = 1024, kLeastKeys = 128;
+  const int64_t keys =
+      options.admit_by_frequency ? kLeastKeys : std::max(kLeastKeys, options.index.bucket_capacity);
+  if (max_capacity <= std::max(kSmall, keys)) return 0;
+  return std::bit_width(static_cast<uint64_t>(max_capacity / keys)) - 1;
+}
+
+int Table::PartBits() const {
+  return std::min(index_->stripe_bits(), std::max(class_bits_ - kNeighbourBits, 0));
+}
+
+void Table::FillQueue(size_t in_class) {
+  constexpr size_t kAtOnce = 2 * VictimQueues::kEntries;
+  VictimQueues::Candidate all[kAtOnce];
+  size_t count = 0;
+  uint64_t most = UINT64_MAX;  // what is worth more is not among the smallest
+  const bool by_score = !counts_apart();
+  index_->VisitHashes(
+      FirstOf(in_class), LastOf(in_class),
+      [&](uint64_t score) { return score - 1 < (by_score ? most : UINT64_MAX); },  // not 0
+      [&](Slot, const IndexEntry& entry) {
+        const uint64_t worth = Worth(entry);
+        if (worth > most) return;
+        all[count++] = {{worth, HashKey(entry.key)}, entry.key};
+        if (count < kAtOnce) return;
+        constexpr size_t kKept = VictimQueues::kEntries + 1;
+        std::nth_element(all, all + kKept - 1, all + kAtOnce,
+                         [](const auto& a, const auto& b) { return a.rank < b.rank; });
+        most = all[kKept - 1].rank.worth;
+        count = kKept;
+      });
+  queues_->Fill(in_class, {all, count});
+}
+
+Slot Table::Smallest(size_t in_class, uint64_t most) {
+  for (bool filled = false;; filled = true) {
+    if (queues_->IsKnown(in_class)) {
+      for (int at = static_cast<int>(queues_->entries(in_class).size()) - 1; at >= 0; --at) {
+        const VictimQueues::Entry next = queues_->entries(in_class)[static_cast<size_t>(at)];
+        if (next.worth > most) return kNoSlot;
+        const Slot slot = index_->Find(next.key);
+        if (slot == kNoSlot) {
+          queues_->Remove(in_class, at);
+          continue;
+        }
+        const IndexEntry entry = index_->entry(slot);
+        if (const uint64_t worth = Worth(entry); worth != next.worth) {
+          queues_->Remove(in_class, at);
+          if (queues_->Offer(in_class, {worth, next.key})) {  // it may be the next one still
+            at = std::min(at + 1, static_cast<int>(queues_->entries(in_class).size()));
+          }
+          continue;
+        }
+        if (pins_.IsHeld(entry.row)) continue;  // it may go after this batch
+        queues_->Remove(in_class, at);
+        return slot;
+      }
+      if (queues_->bound(in_class).worth > most || queues_->IsComplete(in_class)) return kNoSlot;
+    }
+    if (filled) break;
+    FillQueue(in_class);
+  }
+  // All of the queue are held.
+  return SearchClass(in_class, most, [&](Row row) { return pins_.IsHeld(row); });
+}
+
+template <typename IsHeld>
+Slot Table::SearchClass(size_t in_class, uint64_t most, const IsHeld& is_held) const {
+  Slot best = kNoSlot;
+  VictimQueues::Rank smallest{UINT64_MAX, UINT64_MAX};
+  index_->VisitHashes(
+      FirstOf(in_class), LastOf(in_class), [](uint64_t score) { return score != 0; },
+      [&](Slot slot, const IndexEntry& entry) {
+        const VictimQueues::Rank rank{Worth(entry), HashKey(entry.key)};
+        if (rank.worth > most || (best != kNoSlot && rank > smallest) || is_held(entry.row)) return;
+        best = slot;
+        smallest = rank;
+      });
+  return best;
+}
+
+Slot Table::WeakerThan(uint64_t score, uint64_t hash) {
+  // Larger by 1/16 to 1/8. Keys of about the same frequency would else take the row from each other
+  // in turn, and lose what was learned.
+  constexpr uint64_t kLead = kAgedOne / 8;
+  return Smallest(ClassOf(hash), score - kLead - 1);
+}
+
+Slot Table::Victim(uint64_t hash) {
+  const size_t own = ClassOf(hash);
+  Slot slot = Smallest(own, UINT64_MAX);
+  if (slot != kNoSlot) return slot;
+  // Every row of the class is held. Others nearby may not be.
+  const size_t neighbours = size_t{1} << std::min(class_bits_, kNeighbourBits);
+  const auto neighbour = [&](size_t step) {
+    return (own & ~(neighbours - 1)) | ((own + step) & (neighbours - 1));
+  };
+  for (size_t step = 1; slot == kNoSlot && step < neighbours; ++step) {
+    slot = Smallest(neighbour(step), UINT64_MAX);
+  }
+  // Rows of other live batches go last, since their gradients are lost; over a store the table
+  // grows instead.
+  if (MayExceedBudget()) return slot;
+  for (size_t step = 0; slot == kNoSlot && step < neighbours; ++step) {
+    slot =
+        SearchClass(neighbour(step), UINT64_MAX, [&](Row row) { return pins_.IsHeldByCall(row); });
+  }
+  return slot;
+}
+
+void Table::OfferVictim(uint64_t hash, const VictimQueues::Entry& entry) {
+  if (queues_ && queues_->IsKnown(ClassOf(hash))) queues_->Offer(ClassOf(hash), entry);
+}
+
+void Table::NoteScore(uint64_t score) {
+  if (score >= highest_score_) {
+    highest_score_ = score;
+  } else if (queues_) {
+    queues_->Forget();  // scores of hits may fall
+  }
+}
+
+}  // namespace embstore

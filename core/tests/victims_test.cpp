@@ -1,0 +1,215 @@
+// Queues of victims, against a search of all rows.
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "embstore/hash.h"
+#include "embstore/parallel.h"
+#include "embstore/victim_queues.h"
+#include "table_oracle.h"
+
+namespace embstore {
+namespace {
+
+using Entry = VictimQueues::Entry;
+using Rank = VictimQueues::Rank;
+
+TEST(A queue holds the smallest keys of its class and nothing else) {
+  for (const int64_t known : {0, 1, 7, 29, 30, 31, 97}) {
+    std::mt19937_64 random(static_cast<uint64_t>(known));
+    VictimQueues queues(2);
+    CHECK(!queues.IsKnown(3));
+    std::map<Rank, Entry> all;
+    std::vector<VictimQueues::Candidate> candidates;
+    const auto next = [&](int64_t key) {
+      const Entry entry{random() % 5 == 0 ? UINT64_MAX : 1 + random() % 9, key};
+      all[VictimQueues::RankOf(entry)] = entry;
+      return entry;
+    };
+    for (int64_t key = 0; key < known; ++key) {
+      const Entry entry = next(key);
+      candidates.push_back({VictimQueues::RankOf(entry), key});
+    }
+    queues.Fill(3, candidates);
+    CHECK_EQ(queues.IsComplete(3), known <= VictimQueues::kEntries);
+    for (int64_t key = known; key < known + 200; ++key) {
+      if (random() % 3 != 0) {
+        const Entry entry = next(key);
+        const bool kept = queues.Offer(3, entry);
+        CHECK_EQ(kept, VictimQueues::RankOf(entry) <= queues.bound(3));
+        CHECK_EQ(queues.Offer(3, entry), kept);  // twice is once
+      } else if (const auto count = static_cast<int>(queues.entries(3).size())) {
+        const int at = static_cast<int>(random() % static_cast<uint64_t>(count));
+        all.erase(VictimQueues::RankOf(queues.entries(3)[static_cast<size_t>(at)]));
+        queues.Remove(3, at);
+      }
+      std::vector<int64_t> expected, found;
+      for (const auto& [rank, entry] : all) {
+        if (rank <= queues.bound(3)) expected.push_back(entry.key);
+      }
+      for (const Entry& entry : queues.entries(3)) found.push_back(entry.key);
+      std::reverse(found.begin(), found.end());
+      CHECK(found == expected);
+      CHECK(found.size() <= size_t{VictimQueues::kEntries});
+    }
+    CHECK(!queues.IsKnown(2));
+    queues.Forget();
+    CHECK(!queues.IsKnown(3));
+  }
+}
+
+// A table, and a twin that gets the same calls but searches all rows for every victim: assigning a
+// key with its own score makes a table forget what it knows of victims.
+struct Twins {
+  std::shared_ptr<Table> table, searching;
+  std::deque<std::pair<Forward, Forward>> live;
+
+  explicit Twins(const TableOptions& options)
+      : table(Table::Create(options)), searching(Table::Create(options)) {}
+
+  template <typename Call>
+  void Both(const Call& call) {
+    call(*table);
+    MakeForget();
+    call(*searching);
+  }
+
+  void Batch(const std::vector<int64_t>& keys, int threads, size_t most_live) {
+    SetNumThreads(threads);
+    Forward own = LookUpOne(table, keys);
+    SetNumThreads(1);
+    MakeForget();
+    live.emplace_back(std::move(own), LookUpOne(searching, keys));
+    CHECK_EQ(live.back().first.result.refused, live.back().second.result.refused);
+    while (live.size() > most_live) live.pop_front();
+  }
+
+  void MakeForget() const {
+    for (Table::Cursor cursor; cursor.next >= 0;) {
+      const RowBlock block = searching->Export(cursor, 1, 0, true, true);
+      if (block.keys.empty()) continue;
+      searching->Assign(block.keys, block.values.data(), block.states.data(), block.scores.data());
+      return;
+    }
+  }
+
+  void Check() const {
+    CHECK(AllRows(*table) == AllRows(*searching));
+    table->CheckInvariants();
+  }
+};
+
+struct Strategy {
+  std::string name;
+  ScoreStrategy score = ScoreStrategy::kStep;
+  bool admits = false, least_used = false;
+  uint64_t ttl = 0;
+};
+
+const Strategy kStrategies[] = {
+    {"step"},
+    {"lfu", ScoreStrategy::kLfu},
+    {"customized", ScoreStrategy::kCustomized},
+    {"aged", ScoreStrategy::kAgedLfu},
+    {"admitted", ScoreStrategy::kAgedLfu, true},
+    {"least used", ScoreStrategy::kStep, false, true},
+    {"expiring", ScoreStrategy::kStep, false, false, 9},
+    {"expiring, least used", ScoreStrategy::kStep, false, true, 9},
+};
+
+TEST(A table with queues evicts what a search of all rows would) {
+  for (const Strategy& strategy : kStrategies) {
+    for (const int64_t capacity : {97, 3000, 20011}) {
+      TableOptions options = SmallTable(2, capacity);
+      options.score_strategy = strategy.score;
+      options.admit_by_frequency = strategy.admits;
+      options.evict_least_used = strategy.least_used;
+      options.ttl = strategy.ttl;
+      options.half_life = strategy.score == ScoreStrategy::kAgedLfu ? 5 : 0;
+      options.shared_rows = strategy.admits ? 2 : 0;
+      Twins twins(options);
+      std::mt19937_64 random(static_cast<uint64_t>(capacity));
+      const auto below = [&](int64_t n) {
+        return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+      };
+      for (int round = 0; round < 60; ++round) {
+        if (strategy.score == ScoreStrategy::kCustomized) {  // it may fall
+          const auto score = static_cast<uint64_t>(round % 10 == 9 ? 1 + below(round) : 5 + round);
+          twins.table->set_custom_score(score);
+          twins.searching->set_custom_score(score);
+        }
+        std::vector<int64_t> keys(static_cast<size_t>(capacity / 5));
+        for (int64_t& key : keys) key = below(1 + below(3 * capacity)) - 3;
+        twins.Batch(keys, 1 << below(3), static_cast<size_t>(below(4)));
+        switch (below(8)) {
+          case 0:
+            for (int64_t& key : keys) key = below(3 * capacity) - 3;
+            twins.Both([&](Table& table) { table.Erase(keys); });
+            break;
+          case 1: {
+            for (int64_t& key : keys) key = below(3 * capacity) - 3;
+            std::vector<uint64_t> scores(keys.size());
+            for (uint64_t& score : scores) score = static_cast<uint64_t>(1 + below(60));
+            if (options.half_life) scores.assign(keys.size(), twins.table->current_score());
+            const std::vector<float> values(keys.size() * 2, 0.5f);
+            const bool given = below(2) == 0;
+            twins.Both([&](Table& table) {
+              table.Assign(keys, values.data(), nullptr, given ? scores.data() : nullptr);
+            });
+            break;
+          }
+          case 2:
+            if (round % 3) break;
+            twins.Both([&](Table& table) {
+              table.SetMaxCapacity(round % 2 ? capacity : capacity - capacity / 3);
+            });
+            break;
+          case 3: {
+            const std::vector<uint32_t> uses(keys.size(), static_cast<uint32_t>(below(4)));
+            twins.Both([&](Table& table) { table.SetUses(keys, uses.data()); });
+            break;
+          }
+          case 4:
+            if (strategy.score != ScoreStrategy::kStep) break;
+            twins.Both([&](Table& table) { table.Expire(static_cast<uint64_t>(round / 2)); });
+            break;
+          default:
+            break;
+        }
+        if (round % 6 == 0) twins.Check();
+      }
+      twins.Check();
+      if (twins.table->stats().evictions <= capacity) {
+        check::Fail(__FILE__, __LINE__, "few evictions: " + strategy.name);
+      }
+    }
+  }
+}
+
+TEST(Rows that live batches hold go last and are not forgotten) {
+  TableOptions options = SmallTable(2, 500);
+  const auto table = Table::Create(options);
+  {
+    const Forward held = LookUpOne(table, Range(0, 100));  // the oldest
+    LookUpOne(table, Range(100, 500));
+    LookUpOne(table, Range(1000, 1200));
+    CHECK_EQ(CountFound(*table, Range(0, 100)), 100);
+    CHECK_EQ(CountFound(*table, Range(100, 500)), 200);
+    table->CheckInvariants();
+  }
+  LookUpOne(table, Range(2000, 2100));
+  CHECK_EQ(CountFound(*table, Range(0, 100)), 0);
+  CHECK_EQ(CountFound(*table, Range(100, 500)), 200);
+}
+
+}  // namespace
+}  // namespace embstore
+
+TEST_MAIN()

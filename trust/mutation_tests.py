@@ -1,0 +1,206 @@
+"""Knows which tests reach a mutant, and runs them: what noticed it the last time first, then the quickest.
+
+A test that takes several times its usual CPU time, or much longer by the clock, hangs, and so has noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import queue
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from trust.mutants import Mutant
+from trust.mutation_runner import MOST_BYTES
+
+ROOT = Path(__file__).parents[1]
+SLOW_CPP = {"stress_test", "parallel_test"}  # they look for races, in every build
+SURVIVED, NOT_REACHED = "survived", "not reached"
+AT_ONCE = 8  # Python tests in one fork
+
+
+class Runner:
+    """A process that has imported and collected the Python tests, and forks for every order."""
+
+    def __init__(self, work: Path, chosen: list[str], log: str) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{work / 'src'}:{ROOT}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("EMBSTORE_MUTANT", None)
+        answers, theirs = os.pipe()
+        self._answers = os.fdopen(answers)
+        with (work / log).open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trust.mutation_runner", str(theirs), str(work), *chosen],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                text=True,
+                pass_fds=[theirs],
+            )
+        os.close(theirs)
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return dict(json.loads(self._answers.readline()))
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+class Tests:
+    """C++ programs have the name of their file, Python tests their node id."""
+
+    def __init__(self, work: Path, numbered: dict[int, Mutant], chosen: list[str], jobs: int) -> None:
+        self._work, self._numbered = work, numbered
+        self._states = {  # before they are run: a file may change meanwhile
+            path.relative_to(ROOT).as_posix(): hashlib.sha1(path.read_bytes()).hexdigest()
+            for folder in ("tests", "core/tests")
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".py", ".cpp")
+        }
+        self._programs: dict[str, tuple[float, set[int]]] = {}
+        self._cases: dict[str, tuple[float, set[int]]] = {}
+        self._at_import: set[int] = set()
+        self._runners: queue.Queue[Runner] = queue.Queue()
+        self._every = [Runner(work, chosen, f"pytest-{number}.log") for number in range(jobs)]
+        for runner in self._every:
+            self._runners.put(runner)
+        # Finding out takes minutes, so what is known stays as long as the mutants and the test do.
+        file, key = work / "reaching.json", hashlib.sha1(repr((numbered, chosen)).encode()).hexdigest()
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if known.get("key") != key:
+            known = {"programs": {}, "cases": {}, "import": []}
+        self._at_import = set(known["import"])
+        for kind, own in (("programs", self._programs), ("cases", self._cases)):
+            for name, (seconds, reached, state) in known[kind].items():
+                if state == self.state(name):
+                    own[name] = (seconds, set(reached))
+        beside = threading.Thread(target=self._reach_of_cases)
+        beside.start()
+        if any(not m.file.endswith(".py") for m in numbered.values()):
+            self._reach_of_programs()
+        beside.join()
+        found = {"key": key, "import": self._at_import}
+        for kind, own in (("programs", self._programs), ("cases", self._cases)):
+            found[kind] = {name: (*values, self.state(name)) for name, values in own.items()}
+        file.write_text(json.dumps(found, default=sorted))
+
+    def __enter__(self) -> Tests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for runner in self._every:
+            runner.close()
+
+    def _reach_of_programs(self) -> None:
+        for program in sorted((self._work / "cpp").glob("*_test")):
+            if (
+                program.name in {*SLOW_CPP, *self._programs}
+                or not (ROOT / f"core/tests/{program.name}.cpp").exists()
+            ):
+                continue
+            out = self._work / "reach.bin"
+            out.unlink(missing_ok=True)
+            start = resource.getrusage(resource.RUSAGE_CHILDREN)
+            end = self._program(program.name, 0, 600, {"EMBSTORE_REACH": str(out)})
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if end != "passed":
+                raise RuntimeError(f"{program.name} fails without a mutant: {end}")
+            seconds = used.ru_utime + used.ru_stime - start.ru_utime - start.ru_stime
+            self._programs[program.name] = (seconds, {i for i, cell in enumerate(out.read_bytes()) if cell})
+
+    def _reach_of_cases(self) -> None:
+        out = self._work / "reach.json"
+        out.unlink(missing_ok=True)
+        known = {name.split("::")[0] for name in self._cases}
+        self._every[0].ask(reach=str(out), but=sorted(known))
+        every = json.loads(out.read_text())
+        self._at_import = set(every.pop("import")["reached"])
+        for name, found in every.items():
+            self._cases[name] = (found["seconds"], set(found["reached"]))
+
+    def _program(self, name: str, mutant: int, cpu_seconds: float, more: dict[str, str] | None = None) -> str:
+        def limited() -> None:
+            limit = math.ceil(cpu_seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+
+        try:
+            done = subprocess.run(
+                [str(self._work / "cpp" / name)],
+                env={**os.environ, "EMBSTORE_MUTANT": str(mutant), **(more or {})},
+                cwd=self._work / "cpp",
+                timeout=15 + 6 * cpu_seconds,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=limited,
+            )
+        except subprocess.TimeoutExpired:
+            return "hung"
+        return "passed" if done.returncode == 0 else "failed" if done.returncode > 0 else "died or hung"
+
+    def reaching(self, number: int) -> list[str]:
+        """C++ programs, then Python tests that reach a mutant, the quickest first. A mutant that importing
+        asks about is reached by all that reach another one of its module."""
+        same = {n for n, m in self._numbered.items() if m.file == self._numbered[number].file}
+        wanted = same if number in self._at_import else {number}
+        found = []
+        for known in (self._programs, self._cases):
+            names = [name for name, (_, reached) in known.items() if wanted & reached]
+            found += sorted(names, key=lambda name, known=known: known[name][0])  # type: ignore[misc]
+        return found
+
+    def state(self, test: str) -> str:
+        """Changes with the file of a test."""
+        file = test.split("::")[0] if "::" in test else f"core/tests/{test}.cpp"
+        return self._states.get(file, "")
+
+    def run(self, number: int, likely: str | None, passed: dict[str, str]) -> tuple[str, str | None]:
+        """How the mutant was noticed and by what; nothing, where it survived. `likely` is tried first, and
+        what has `passed` is skipped if it is the same."""
+        tests = [test for test in self.reaching(number) if passed.get(test) != self.state(test)]
+        if likely in tests:
+            tests.remove(likely)
+            tests.insert(0, likely)
+        runner = self._runners.get()
+        try:
+            while tests:
+                if tests[0] in self._programs:
+                    name, *tests = tests
+                    if (end := self._program(name, number, 2 + 4 * self._programs[name][0])) != "passed":
+                        return end, name
+                    continue
+                now = (
+                    1
+                    if tests[0] == likely
+                    else next(
+                        (at for at, name in enumerate(tests[:AT_ONCE]) if name in self._programs), AT_ONCE
+                    )
+                )
+                cases, tests = tests[:now], tests[now:]
+                usual = sum(self._cases[name][0] for name in cases)
+                answer = runner.ask(
+                    mutant=number, tests=cases, seconds=2 + 4 * usual, fresh=number in self._at_import
+                )
+                if answer["end"] != "passed":
+                    return answer["end"], answer["test"]
+        finally:
+            self._runners.put(runner)
+        return (SURVIVED if self.reaching(number) else NOT_REACHED), None
