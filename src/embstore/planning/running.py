@@ -8,6 +8,8 @@ spread evenly over them, and each distinct one comes equally often.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import pickle
 import shutil
@@ -101,8 +103,16 @@ def _keys(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return (x ^ (x >> np.uint64(29))).view(np.int64)
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _resident_bytes() -> tuple[int, int]:
+    """In all, and without pages of files: those of torch's libraries come and go as the kernel likes.
+
+    What malloc keeps of freed memory depends on what ran before, so it is given back first.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    page = os.sysconf("SC_PAGE_SIZE")
+    return resident * page, (resident - shared) * page
 
 
 class _Rank:
@@ -113,7 +123,7 @@ class _Rank:
 
         from embstore.distributed.ranks import TorchRanks
 
-        self.rank, self.world, self.sent_bytes, self.process_bytes = rank, world, 0, 0
+        self.rank, self.world, self.sent_bytes, self.own_bytes = rank, world, 0, 0
         send = TorchRanks.all_to_all
 
         def counted(ranks: Any, out: Any, rows: Any, receive: Any, sizes: Any, what: str = "") -> Any:
@@ -124,7 +134,7 @@ class _Rank:
         self._torch = torch
         # Afterwards all modules are imported, and the pools have what a batch needs.
         self.observe(Run(tables=[planned_table("t", rows=100, dim=32)], batch=65536))
-        self.process_bytes = _resident_bytes()
+        self.process_bytes, self.own_bytes = _resident_bytes()
 
     def together(self) -> None:
         if self.world > 1:
@@ -193,7 +203,7 @@ class _Rank:
             best_step_seconds=min(seconds),
             step_cpu_seconds=float(np.quantile(cpu_seconds, 0.25)),
             sent_bytes=self.sent_bytes / order.steps,
-            memory_bytes=_resident_bytes() - self.process_bytes,
+            memory_bytes=_resident_bytes()[1] - self.own_bytes,
         )
         if order.folder:
             observed = replace(observed, **self._files(order, model, lambda: step(0)))
