@@ -17,7 +17,6 @@ import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+
+from ports import free_port
 
 GRACE_SECONDS = 5.0  # for the other ranks to say what they have to say, once one has failed
 TESTS = Path(__file__).parent
@@ -117,7 +118,7 @@ def _start(request):
     """The processes of the ranks; None in each of them."""
     global _group
     _group, children = 0, []
-    store = _free_port()
+    store = free_port()
     for rank in range(max(request["ranks"], 1)):
         child = os.fork()
         if child == 0:
@@ -130,12 +131,6 @@ def _start(request):
             os.setpgid(child, _group)
         children.append(child)
     return children
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _environment_of_a_rank(rank, ranks, port):

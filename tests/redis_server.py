@@ -9,16 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
+from ports import free_port
+
 MISSING = None if shutil.which("redis-server") else "redis-server is not installed (make setup tries to)"
-
-
-def free_port():
-    """A port that is free now, and below 55536: a cluster node also listens 10000 above it."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            if probe.getsockname()[1] < 55536:
-                return probe.getsockname()[1]
 
 
 class RedisServer:

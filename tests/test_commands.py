@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from redis_server import free_port
+from ports import free_port
 
 import embstore
 

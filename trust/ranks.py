@@ -93,7 +93,7 @@ def store_work(port: int) -> Callable[[job.Say], None]:
 
 
 def start(world: int, hosted: bool, folder: Path, way: str) -> tuple[list[Rank], Rank | None]:
-    from redis_server import free_port
+    from ports import free_port
 
     port = free_port()
     host = Rank(store_work(port)) if hosted else None

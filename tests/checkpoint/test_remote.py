@@ -6,7 +6,7 @@ import uuid
 import fsspec
 import numpy as np
 import pytest
-from redis_server import free_port
+from ports import free_port
 
 import embstore
 from embstore.checkpoint.remote import MARKER, Mirror, RemoteFolder

@@ -16,7 +16,7 @@ import time
 import httpx
 import numpy as np
 import pytest
-from redis_server import free_port
+from ports import free_port
 
 import embstore
 from embstore.serving.wire import WireError, pack_request, unpack_request, unpack_response

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import redis_server
+from ports import free_port
 
 import embstore
 from embstore import stores
@@ -69,7 +70,7 @@ def certificate(tmp_path_factory):
 
 
 def tls_server(start, certificate, *more):
-    port = redis_server.free_port()
+    port = free_port()
     options = ("--port", "0", "--tls-port", str(port), "--tls-cert-file", str(certificate[0]))
     options += ("--tls-key-file", str(certificate[1]), "--tls-ca-cert-file", str(certificate[0]))
     return start(*options, "--tls-auth-clients", "no", *more, port=port).start()

@@ -60,6 +60,7 @@ def _serve(rank: int, pipe: Connection) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=group_timeout),
             )
+            dist.barrier()  # a rank that raises at once leaves before the last one has connected
             os.environ["LOCAL_WORLD_SIZE"] = str(world)
             torch.manual_seed(1234)
             answer = (True, function(*arguments, **keywords))

@@ -9,6 +9,7 @@ import pytest
 import redis_server
 from faces.torchrec_dynamic_embedding import twins
 from faces.torchrec_dynamic_embedding.models import scattered, trainer
+from ports import free_port
 
 import torchrec_dynamic_embedding as tde
 
@@ -102,7 +103,7 @@ def test_a_server_that_is_not_there_raises_at_wrap(server):
     begin = time.monotonic()
     with pytest.raises(ConnectionError):
         tde.wrap(
-            f"redis://user:secret-word@127.0.0.1:{redis_server.free_port()}/?{QUICK}",
+            f"redis://user:secret-word@127.0.0.1:{free_port()}/?{QUICK}",
             [],
             ours.model,
             {"emb": ours.configs},
