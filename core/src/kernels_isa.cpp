@@ -27,15 +27,18 @@ namespace {
 #include "optimizers.inc"
 #include "probe.inc"
 
+// kWrite: takes the lines from other cores, so that stores need not wait for them.
+template <bool kWrite = false>
 EMBSTORE_INLINE void PrefetchLines(const void* p, int64_t bytes) {
   const char* const begin = static_cast<const char*>(p);
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(begin + at);
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(begin + at, kWrite);
 }
 
 // Of what need not start on a cache line.
+template <bool kWrite = false>
 EMBSTORE_INLINE void PrefetchBytes(const void* p, int64_t bytes) {
-  PrefetchLines(p, bytes);
-  __builtin_prefetch(static_cast<const char*>(p) + bytes - 1);
+  PrefetchLines<kWrite>(p, bytes);
+  __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, kWrite);
 }
 
 // Calls f with a null pointer to the element type.
@@ -116,7 +119,9 @@ void GatherAs(const RowsView& rows, const Row* numbers, int64_t n, const float* 
     }
     U* const target = out + i * out_stride;
     // Stores wait for their lines in order, in a store buffer that holds a dozen rows.
-    if (!kStream && i + out_ahead < n) PrefetchLines(target + out_ahead * out_stride, out_bytes);
+    if (!kStream && i + out_ahead < n) {
+      PrefetchLines<true>(target + out_ahead * out_stride, out_bytes);
+    }
     if (numbers[i] >= 0) [[likely]] {
       if constexpr (kStream) {
         StreamRow<kDim>(RowAt<const T>(rows, numbers[i]), target);

@@ -56,15 +56,22 @@ std::atomic<int>& ThreadCount() {
 
 thread_local bool t_in_task = false;
 
-// Raising `generation_` publishes work; workers take task numbers from `next_`.
+// Raising `generation_` publishes work. The tasks are divided into as many ranges as there are
+// threads. A thread starts with the range of its own number, so that tasks of the same number meet
+// the memory that they used in the last call in the caches of their core; then it helps with the
+// other ranges.
 class Workers {
  public:
   void Run(int64_t tasks, internal::TaskFunction function, void* context, int helpers) {
     helpers = StartWorkers(helpers);
     function_ = function;
     context_ = context;
-    tasks_ = tasks;
-    next_.store(0, std::memory_order_relaxed);
+    ranges_used_ = helpers + 1;
+    for (int64_t i = 0; i < ranges_used_; ++i) {
+      ranges_[static_cast<size_t>(i)].next.store(tasks * i / ranges_used_,
+                                                 std::memory_order_relaxed);
+      ranges_[static_cast<size_t>(i)].end = tasks * (i + 1) / ranges_used_;
+    }
     running_.store(helpers, std::memory_order_relaxed);
     // A late worker of the previous call may join from here on; it reads only what is set above.
     invited_.store(helpers, std::memory_order_release);
@@ -73,7 +80,7 @@ class Workers {
       generation_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
-    Work();
+    Work(0);
     // Every task is taken. Helpers that have not come yet, because another process has their core,
     // are not waited for: their invitations are void.
     if (const int left = invited_.exchange(0, std::memory_order_acq_rel); left > 0) {
@@ -97,10 +104,13 @@ class Workers {
  private:
   // Returns how many helpers there are: fewer than requested if the system starts no more threads.
   int StartWorkers(int helpers) {
+    if (ranges_.size() < static_cast<size_t>(helpers) + 1) {
+      ranges_ = std::vector<Range>(static_cast<size_t>(helpers) + 1);
+    }
     while (workers_ < helpers) {
       const uint64_t seen = generation_.load(std::memory_order_relaxed);
       try {
-        std::thread([this, seen] { WorkerLoop(seen); }).detach();
+        std::thread([this, seen, number = workers_ + 1] { WorkerLoop(seen, number); }).detach();
       } catch (const std::exception&) {
         return workers_;
       }
@@ -109,7 +119,7 @@ class Workers {
     return helpers;
   }
 
-  void WorkerLoop(uint64_t seen) {
+  void WorkerLoop(uint64_t seen, int64_t number) {
     t_in_task = true;
     for (;;) {
       int spins = 0;
@@ -124,34 +134,42 @@ class Workers {
       seen = generation_.load(std::memory_order_acquire);
       // A call may need fewer workers than there are; the others wait again.
       if (invited_.fetch_sub(1, std::memory_order_acq_rel) <= 0) continue;
-      Work();
+      Work(number);
       running_.fetch_sub(1, std::memory_order_release);
     }
   }
 
-  void Work() {
-    for (;;) {
-      const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
-      if (task >= tasks_) return;
-      try {
-        function_(context_, task);
-      } catch (...) {
-        std::lock_guard lock(mutex_);
-        if (!error_) error_ = std::current_exception();
+  void Work(int64_t number) {
+    for (int64_t i = 0; i < ranges_used_; ++i) {
+      Range& range = ranges_[static_cast<size_t>((number + i) % ranges_used_)];
+      for (;;) {
+        const int64_t task = range.next.fetch_add(1, std::memory_order_relaxed);
+        if (task >= range.end) break;
+        try {
+          function_(context_, task);
+        } catch (...) {
+          std::lock_guard lock(mutex_);
+          if (!error_) error_ = std::current_exception();
+        }
       }
     }
   }
+
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
 
   std::mutex busy_;  // held by the call that uses the workers
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> generation_{0};
-  std::atomic<int64_t> next_{0};
+  std::vector<Range> ranges_;  // as many as there were ever threads
+  int64_t ranges_used_ = 0;
   std::atomic<int> invited_{0};
   std::atomic<int> running_{0};
   internal::TaskFunction function_ = nullptr;
   void* context_ = nullptr;
-  int64_t tasks_ = 0;
   std::exception_ptr error_;
   int workers_ = 0;
 };

@@ -102,10 +102,47 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
 
 void Table::FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto n = static_cast<int64_t>(keys.size());
-  ParallelFor((n + kKeysPerTask - 1) / kKeysPerTask, [&](int64_t task) {
+  const int64_t tasks = (n + kKeysPerTask - 1) / kKeysPerTask;
+  const bool later = tasks > 1 && RenewsScoresLater(score);
+  const RecycledBuffer slots(later ? keys.size() * sizeof(Slot) : 0);
+  ParallelFor(tasks, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
-    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), rows + begin, score);
+    FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), rows + begin, score,
+             tasks == 1, later ? slots.as<Slot>() + begin : nullptr);
   });
+  if (!later) return;
+  const int parts = NumThreads();
+  ParallelFor(parts, [&](int64_t part) {
+    RenewScores({slots.as<Slot>(), keys.size()}, score, part, parts);
+  });
+}
+
+bool Table::RenewsScoresLater(BatchScore score) const {
+  return AddsUp(score.update) && !watched() && NumThreads() > 1;
+}
+
+void Table::RenewScores(std::span<const Slot> slots, BatchScore score, int64_t part,
+                        int64_t parts) {
+  // Slots are in the order of hashes, so each part has about as many. The last one also takes those
+  // of the overflow area.
+  const auto first = static_cast<uint32_t>(index_->slots() * part / parts);
+  const auto count = part + 1 < parts
+                         ? static_cast<uint32_t>(index_->slots() * (part + 1) / parts) - first
+                         : static_cast<uint32_t>(INT32_MAX) - first;
+  const IndexView view = index();
+  constexpr size_t kPiece = 512, kAhead = 32;
+  Slot own[kPiece];
+  for (size_t begin = 0; begin < slots.size(); begin += kPiece) {
+    size_t found = 0;
+    for (const Slot slot : slots.subspan(begin, std::min(kPiece, slots.size() - begin))) {
+      own[found] = slot;
+      found += static_cast<uint32_t>(slot) - first < count;  // kNoSlot is in no part
+    }
+    for (size_t i = 0; i < found; ++i) {
+      if (i + kAhead < found) index_->PrefetchSlot(own[i + kAhead]);
+      RenewScore(view.score(own[i]), score.update, score.score, /*alone=*/true);
+    }
+  }
 }
 
 void Table::CountUses(const Row* rows, int64_t n) {
@@ -118,13 +155,15 @@ void Table::CountUses(const Row* rows, int64_t n) {
   }
 }
 
-int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score) {
+int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone,
+                        Slot* later) {
   const auto find = ActiveKernels().find;
   const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
+    const ScoreUpdate update = later ? ScoreUpdate::kKeep : score.update;
     const int64_t missing =
-        find(view, keys.data(), n, nullptr, rows, score.update, score.score, RunsAlone());
+        find(view, keys.data(), n, later, rows, update, score.score, alone || RunsAlone());
     AfterUse(rows, n, score);
     return missing;
   }

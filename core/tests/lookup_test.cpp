@@ -278,6 +278,32 @@ TEST(Eviction and growth are the same for any number of threads) {
   }
 }
 
+TEST(Every occurrence counts for the score with any number of threads) {
+  const std::vector<int64_t> keys = RandomKeys(9'973, 1'023, 5);  // several shares
+  std::map<int64_t, uint64_t> counts;
+  for (const int64_t key : keys) ++counts[key];
+  for (const ScoreStrategy strategy : {ScoreStrategy::kLfu, ScoreStrategy::kAgedLfu}) {
+    std::vector<uint64_t> alone;
+    for (const int threads : {1, 2, 3, 4}) {
+      SetNumThreads(threads);
+      TableOptions options = SmallTable(1, 4'096);
+      options.score_strategy = strategy;
+      const auto table = Table::Create(options);
+      LookUpOne(table, Range(-3, 1'020));
+      for (int batch = 0; batch < 3; ++batch) LookUpOne(table, keys);
+      const std::vector<int64_t> all = Range(-3, 1'020);
+      std::vector<uint64_t> scores(all.size());
+      table->Read(all, nullptr, nullptr, scores.data(), nullptr);
+      if (alone.empty()) alone = scores;
+      CHECK_EQ(scores == alone, true);
+      for (size_t i = 0; strategy == ScoreStrategy::kLfu && i < all.size(); ++i) {
+        CHECK_EQ(scores[i], 1 + 3 * counts[all[i]]);
+      }
+    }
+  }
+  SetNumThreads(1);
+}
+
 TEST(A batch never evicts its own keys) {
   const auto table = Table::Create(SmallTable(1));
   LookUpOne(table, Range(0, 128));

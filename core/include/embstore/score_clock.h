@@ -22,6 +22,11 @@ namespace embstore {
 // What a hit does to the score of its key.
 enum class ScoreUpdate : uint8_t { kKeep = 0, kSet = 1, kCount = 2, kAge = 3 };
 
+// Whether each occurrence of a key counts.
+constexpr bool AddsUp(ScoreUpdate update) {
+  return update == ScoreUpdate::kCount || update == ScoreUpdate::kAge;
+}
+
 // Threads may renew the same score together, unless they say that they are alone, which is cheaper.
 inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score, bool alone = false) {
   std::atomic_ref<uint64_t> stored(of_key);
