@@ -381,6 +381,34 @@ void KeyIndex::Reserve(int64_t keys) {
   }
 }
 
+// Puts the key into its home group. The three with the lowest rows stay there; the others are
+// appended to `others`. Rows are given in the order of arrival, and frequent keys arrive early.
+void KeyIndex::SettleHome(IndexGroup* groups, const IndexLayout& layout, IndexEntry entry,
+                          std::vector<IndexEntry>& others) const {
+  const Anchor home = AnchorOf(Hash(entry.key), layout.buckets, bucket_groups_);
+  IndexGroup& g = groups[home.bucket * bucket_groups_ + home.group];
+  const auto rank = [&](int at) { return g.scores[at] ? g.rows[at] : INT32_MAX; };
+  int last = rank(1) > rank(0);
+  if (rank(2) > rank(last)) last = 2;
+  if (rank(last) > entry.row) {
+    IndexEntry before{g.keys[last], g.scores[last], g.rows[last]};
+    g.keys[last] = entry.key;
+    g.scores[last] = entry.score;
+    g.rows[last] = entry.row;
+    if (before.score == 0) return;  // the slot was free
+    entry = before;
+  }
+  others.push_back(entry);
+}
+
+void KeyIndex::SettleOthers(IndexGroup* groups, const IndexLayout& layout,
+                            std::span<const IndexEntry> others,
+                            std::vector<IndexEntry>& homeless) const {
+  for (const IndexEntry& entry : others) {
+    if (!InsertInto(groups, layout, entry, Hash(entry.key))) homeless.push_back(entry);
+  }
+}
+
 // Grows the last `count` of the `left` stripes that have the layout `from`.
 void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64_t left,
                            int64_t count) {
@@ -400,15 +428,16 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
       // The gap still holds old entries.
       std::memset(static_cast<void*>(all + (first + i) * new_groups), 0,
                   static_cast<size_t>(new_groups) * sizeof(IndexGroup));
+      std::vector<IndexEntry> others;
+      others.reserve(static_cast<size_t>(old_groups));
       for (int64_t g = 0; g < old_groups; ++g) {
         for (int64_t at = 0; at < kGroup; ++at) {
           if (stripe[g].scores[at] == 0) continue;
-          const IndexEntry entry{stripe[g].keys[at], stripe[g].scores[at], stripe[g].rows[at]};
-          if (!InsertInto(all, to, entry, Hash(entry.key))) {
-            homeless[static_cast<size_t>(i)].push_back(entry);
-          }
+          SettleHome(all, to, {stripe[g].keys[at], stripe[g].scores[at], stripe[g].rows[at]},
+                     others);
         }
       }
+      SettleOthers(all, to, others, homeless[static_cast<size_t>(i)]);
     });
     ReserveFor(homeless);
   } catch (...) {
@@ -460,12 +489,10 @@ void KeyIndex::Rebuild(const IndexLayout& layout) {
     const IndexLayout& from = grown ? grown_ : before_;
     const int64_t stripe = grown ? i - not_grown_ + first_grown : i;
     const int64_t slots = int64_t{from.stripe_buckets} * bucket_groups_ * kGroup;
+    std::vector<IndexEntry> others;
     VisitUsed(static_cast<Slot>(stripe * slots), static_cast<Slot>((stripe + 1) * slots),
-              [&](Slot, const IndexEntry& entry) {
-                if (!InsertInto(fresh, layout, entry, Hash(entry.key))) {
-                  homeless[static_cast<size_t>(i)].push_back(entry);
-                }
-              });
+              [&](Slot, const IndexEntry& entry) { SettleHome(fresh, layout, entry, others); });
+    SettleOthers(fresh, layout, others, homeless[static_cast<size_t>(i)]);
   });
   ReserveFor(homeless);
   VisitOverflow([&](Slot, const IndexEntry& e) { CountElsewhere(fresh, layout, Hash(e.key)); });

@@ -207,6 +207,11 @@ class KeyIndex {
   bool InsertInto(IndexGroup* groups, const IndexLayout& layout, const IndexEntry& entry,
                   uint64_t hash) const;
   void CountElsewhere(IndexGroup* groups, const IndexLayout& layout, uint64_t hash) const;
+  void SettleHome(IndexGroup* groups, const IndexLayout& layout, IndexEntry entry,
+                  std::vector<IndexEntry>& others) const;
+  // What SettleHome left; appends to `homeless` what finds no room in its stripe.
+  void SettleOthers(IndexGroup* groups, const IndexLayout& layout,
+                    std::span<const IndexEntry> others, std::vector<IndexEntry>& homeless) const;
   void GrowStripes(const IndexLayout& from, const IndexLayout& to, int64_t left, int64_t count);
   void Rebuild(const IndexLayout& layout);
   void ReserveFor(std::span<const std::vector<IndexEntry>> homeless);
