@@ -27,11 +27,13 @@ void RadixSort(std::span<Occurrence> items, int bits) {
   spare.resize(std::max(spare.size(), items.size()));
   Occurrence* from = items.data();
   Occurrence* to = spare.data();
-  const int passes = (bits + 7) / 8;
-  uint32_t counts[4][256];
-  std::fill_n(counts[0], 256 * passes, 0u);
+  constexpr int kDigit = 9, kMost = (32 + kDigit - 1) / kDigit;
+  constexpr uint32_t kMask = (1u << kDigit) - 1;
+  const int passes = (bits + kDigit - 1) / kDigit;
+  uint32_t counts[kMost][kMask + 1];
+  std::fill_n(counts[0], (kMask + 1) * static_cast<uint32_t>(passes), 0u);
   for (const Occurrence& item : items) {
-    for (int pass = 0; pass < passes; ++pass) ++counts[pass][(item.row >> 8 * pass) & 0xff];
+    for (int pass = 0; pass < passes; ++pass) ++counts[pass][(item.row >> kDigit * pass) & kMask];
   }
   for (int pass = 0; pass < passes; ++pass) {
     uint32_t begin = 0;
@@ -41,7 +43,7 @@ void RadixSort(std::span<Occurrence> items, int bits) {
       begin += size;
     }
     for (size_t i = 0; i < items.size(); ++i) {
-      to[counts[pass][(from[i].row >> 8 * pass) & 0xff]++] = from[i];
+      to[counts[pass][(from[i].row >> kDigit * pass) & kMask]++] = from[i];
     }
     std::swap(from, to);
   }
@@ -57,7 +59,8 @@ Grouping::Grouping(const Row* rows, int64_t n, int64_t limit)
       row_bits_(std::bit_width(static_cast<uint64_t>(std::max<int64_t>(limit - 1, 0)))),
       items_(static_cast<size_t>(n) * sizeof(Occurrence)) {
   const int wanted_bits = std::bit_width(static_cast<uint64_t>(n / kOccurrencesPerPartition));
-  steps_ = std::min(wanted_bits, kMaxPartitionBits) - 2;
+  // Few enough that their ends stay in the nearest cache, where occurrences are spread over them.
+  steps_ = std::max(std::min(wanted_bits, kMaxPartitionBits) - 5, std::min(wanted_bits - 2, 3));
   partitions_ = limit > 0 ? PartitionOf(static_cast<Row>(limit - 1)) + int64_t{1} : 1;
   cursors_.resize(static_cast<size_t>(chunks_ * partitions_));
   begins_.resize(static_cast<size_t>(partitions_ + 1));
