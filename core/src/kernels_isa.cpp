@@ -110,7 +110,7 @@ void GatherAs(const RowsView& rows, const Row* numbers, int64_t n, const float* 
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
   const int64_t out_bytes = dim * static_cast<int64_t>(sizeof(U));
   const bool whole_lines = row_bytes % kLine == 0 && rows.stride_bytes % kLine == 0;
-  const int64_t ahead = ItemsAhead(8192, row_bytes, 4, 32);
+  const int64_t ahead = ItemsAhead(8192, row_bytes, 4, 64);
   const int64_t out_ahead = ItemsAhead(4096, out_bytes, 4, 32);
   for (int64_t i = 0; i < n; ++i) {
     if (i + ahead < n && numbers[i + ahead] >= 0) {
@@ -175,7 +175,8 @@ void Gather(const RowsView& rows, const Row* numbers, int64_t n, const float* ex
 
 // --- pool -------------------------------------------------------------------------------------
 
-constexpr int64_t kPoolAhead = 8;
+// How many rows ahead of the sum to prefetch.
+EMBSTORE_INLINE int64_t PoolAhead(int64_t row_bytes) { return ItemsAhead(8192, row_bytes, 8, 64); }
 
 struct Bag {
   int64_t begin, end;
@@ -213,12 +214,12 @@ void PoolAs(const RowsView& rows, const Row* numbers, const float* extra, const 
             const float* weights, bool mean, int64_t bag_begin, int64_t bag_end,
             const VectorsView& out) {
   const int64_t row_bytes = rows.dim * static_cast<int64_t>(sizeof(T));
-  const int64_t last = offsets[bag_end];
+  const int64_t last = offsets[bag_end], ahead = PoolAhead(row_bytes);
   int64_t prefetched = offsets[bag_begin];
   for (int64_t g = bag_begin; g < bag_end; ++g) {
     const int64_t length = offsets[g + 1] - offsets[g];
     const Bag bag{offsets[g], offsets[g + 1], weights, mean ? static_cast<float>(length) : 1.0f};
-    for (; prefetched < last && prefetched < bag.end + kPoolAhead; ++prefetched) {
+    for (; prefetched < last && prefetched < bag.end + ahead; ++prefetched) {
       if (numbers[prefetched] >= 0) PrefetchBytes(RowAt<T>(rows, numbers[prefetched]), row_bytes);
     }
     U* const target =
@@ -398,9 +399,10 @@ void Dot(const RowsView& rows, const Row* numbers, const float* extra, int64_t b
     WithElement(gradients.dtype, [&](auto* gradient_element) {
       using G = std::remove_pointer_t<decltype(gradient_element)>;
       const int64_t row_bytes = rows.dim * static_cast<int64_t>(sizeof(T));
+      const int64_t ahead = PoolAhead(row_bytes);
       for (int64_t i = begin; i < end; ++i) {
-        if (i + kPoolAhead < end && numbers[i + kPoolAhead] >= 0) {
-          PrefetchBytes(RowAt<T>(rows, numbers[i + kPoolAhead]), row_bytes);
+        if (i + ahead < end && numbers[i + ahead] >= 0) {
+          PrefetchBytes(RowAt<T>(rows, numbers[i + ahead]), row_bytes);
         }
         const G* const g = VectorAt<G>(gradients, i);
         const auto product = [&](const auto* vector) {
