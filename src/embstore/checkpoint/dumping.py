@@ -276,8 +276,12 @@ def snapshot_all(
         finish_running()
         for collection in sorted(tables):
             for name in sorted(tables[collection]):
-                if tables[collection][name].name != name:
-                    raise ValueError(f"tables should be named as they are but {name!r} is not")
+                own = tables[collection][name].name
+                if own != name:
+                    raise ValueError(
+                        f"tables should have each table under its own name, {own!r}, "
+                        f"but in {collection!r} it is under: {name!r}"
+                    )
                 by = ownership_of(ownership, collection, name)
                 seen = (counts or {}).get(collection, {}).get(name)
                 sources.append(table_source(collection, tables[collection][name], optim, by, seen))
