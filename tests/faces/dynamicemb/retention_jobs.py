@@ -9,7 +9,9 @@ import torch.distributed as dist
 from faces.dynamicemb.jobs import bags
 from faces.dynamicemb.models import Spec, dmp, jagged, loss_of, outputs, rows, share, tables
 
-from dynamicemb import DynamicEmbScoreStrategy
+import embstore
+from dynamicemb import DynamicEmbScoreStrategy, FrequencyAdmissionStrategy, KVCounter
+from dynamicemb.discovery import find_collections
 from dynamicemb.dump_load import DynamicEmbDump, DynamicEmbLoad
 
 
@@ -53,3 +55,41 @@ def aged_counts_with_dedup() -> dict[int, int]:
     outputs(model(bags([5, 5, 6, 5, 7, 7])))
     (table,) = tables(model).values()
     return dict(zip(table.rows().keys.tolist(), table.rows().scores.tolist()))
+
+
+def _counted() -> Any:
+    counted = {"admit_strategy": FrequencyAdmissionStrategy(5), "admission_counter": KVCounter(1 << 16)}
+    return dmp("ec", [Spec("t0", ("f0",), rows=512, options=counted)])
+
+
+def _log_arguments(model: Any) -> dict[str, Any]:
+    ((path, collection),) = find_collections(model).items()
+    return {
+        "tables": {path: {name: dynamic.table for name, dynamic in collection.tables.items()}},
+        "group": dist.group.WORLD,
+    }
+
+
+def _seen(model: Any) -> dict[str, Any]:
+    (table,) = tables(model).values()
+    keys, counts = table.exact_counts.items()
+    return {"rows": sorted(table), "counts": dict(zip(keys.tolist(), counts.tolist()))}
+
+
+def write_counted_log(path: str) -> dict[str, Any]:
+    """A log of a table that counts exactly; what it is after some steps more."""
+    model = _counted()
+    _train(model, 0, 5)
+    log = embstore.IncrementLog.create(path, **_log_arguments(model))
+    for first in (5, 10, 15):
+        _train(model, first, 5)
+        log.append(**_log_arguments(model))
+    _train(model, 20, 10)
+    return _seen(model)
+
+
+def load_counted_log(path: str) -> dict[str, Any]:
+    model = _counted()
+    embstore.IncrementLog(path).load(**_log_arguments(model))
+    _train(model, 20, 10)
+    return _seen(model)
