@@ -364,7 +364,7 @@ def verify(
             crc = combine(pieces.get(str(path), []))
             if crc != stored["crc32"]:
                 raise CheckpointError(
-                    f"{path}: its checksum is wrong: crc32 should be {stored['crc32']} but is: {crc}"
+                    f"{path}: its checksum is wrong: expected {stored['crc32']:08x}, found {crc:08x}"
                 )
             total += stored["bytes"]
     return total

@@ -130,6 +130,7 @@ class DumpJob:
         self._options = options
         self._draft: Draft | None = None
         self._written = 0
+        self._counting = threading.Lock()  # several threads write
         self._progress: Progress | None = None
         self._between_blocks: Callable[[], None] | None = None
         names: dict[int, list[tuple[str, str]]] = {}
@@ -270,9 +271,11 @@ class DumpJob:
             buffer = empty_block(source.spec, self._options.optim)
             try:
                 while not failed.is_set() and (n := source.read(buffer)):
-                    self._written += writer.write(buffer[:n])
-                    if self._progress:
-                        self._progress(self._written, total)
+                    more = writer.write(buffer[:n])
+                    with self._counting:
+                        self._written += more
+                        if self._progress:
+                            self._progress(self._written, total)
                     if self._between_blocks:
                         self._between_blocks()
             except BaseException:
