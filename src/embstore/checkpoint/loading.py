@@ -130,7 +130,8 @@ def _load(
     def open_all() -> None:
         found, missing = find_tables(path, tables, optim)
         if missing and not allow_missing:
-            raise CheckpointError(f"{missing[0][1]}: is missing, {missing[0][0]} is not in the dump")
+            (what, file), *_ = missing
+            raise CheckpointError(f"{file}: is missing, {what} is not in the dump{_contents(path)}")
         absent.extend(missing)
         for collection, stored, table in found:
             matches.append(
@@ -188,6 +189,14 @@ def _load(
             match.warn()
     for what, file in absent if ranks.rank == 0 else []:
         warnings.warn(f"{what} is not in the dump and keeps its rows: {file} is missing", stacklevel=3)
+
+
+def _contents(path: Path) -> str:
+    """What a dump has, for a message; nothing where that is not known."""
+    with contextlib.suppress(OSError, CheckpointError):
+        labels = [table.label for table in Dump(path).tables]
+        return f", which has: {', '.join(labels[:8])}{', …' if len(labels) > 8 else ''}"
+    return ""
 
 
 def find_tables(
