@@ -23,7 +23,7 @@ from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool_or_single
 from sparse_operation_kit.initializers import as_initializer
-from sparse_operation_kit.kept import EVICT_STRATEGIES, OPTIONS, copy_kept
+from sparse_operation_kit.kept import EVICT_STRATEGIES, OPTIONS, copy_kept, largest_scores
 from sparse_operation_kit.keras_steps import require_trained
 from sparse_operation_kit.keys import as_keys
 from sparse_operation_kit.rows import read_rows
@@ -371,8 +371,10 @@ class DynamicVariable(ResourceVariable):
         table = embstore.Table(options)
         if len(self._table):
             table.reserve(min(len(self._table), table.stats().max_capacity))
+        kept = largest_scores(self._table, table.stats().max_capacity)
         for rows in self._table.export():
-            table.insert_or_assign(rows.keys, rows.values, scores=rows.scores)
+            mine = np.isin(rows.keys, kept) if kept is not None else slice(None)
+            table.insert_or_assign(rows.keys[mine], rows.values[mine], scores=rows.scores[mine])
         copy_kept(self._table, table)
         self._table.close()
         self._table = table

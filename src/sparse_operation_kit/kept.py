@@ -66,6 +66,15 @@ def arrays_of(table: embstore.Table, with_states: bool) -> dict[str, np.ndarray]
     return arrays
 
 
+def largest_scores(table: embstore.Table, rows: int) -> np.ndarray | None:
+    """The keys of the so many largest scores; None where they are all."""
+    if len(table) <= rows:
+        return None
+    blocks = list(table.export(with_values=False, with_states=False))
+    keys, scores = (np.concatenate([getattr(b, name) for b in blocks]) for name in ("keys", "scores"))
+    return keys[np.lexsort((keys, scores))[-rows:]]
+
+
 def copy_kept(old: embstore.Table, new: embstore.Table) -> None:
     """What a table knows besides its rows, for one that takes its place with another optimizer."""
     if old.options.score_strategy not in (*_CLOCKS, embstore.ScoreStrategy.LFU):
