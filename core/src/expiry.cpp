@@ -66,14 +66,19 @@ std::vector<int64_t> Table::OldKeys(uint64_t min_score) const {
   return old;
 }
 
+uint64_t Table::SweepOf(uint64_t now) const {
+  if (options_.ttl == 0 || now <= options_.ttl) return 0;
+  return now / std::max<uint64_t>(options_.ttl / kSweepsPerLifetime, 1);
+}
+
 void Table::ExpireOld(uint64_t now) {
-  if (options_.ttl == 0 || now <= options_.ttl) return;
+  const uint64_t sweep = SweepOf(now);
+  if (sweep == 0) return;
   expired_below_ = now - options_.ttl;
   if (counts_apart()) ForgetVictims();  // what has expired is worth less
-  const uint64_t period = std::max<uint64_t>(options_.ttl / kSweepsPerLifetime, 1);
-  if (now / period == swept_) return;
+  if (sweep == swept_) return;
   Sweep(expired_below_);
-  swept_ = now / period;  // last: a store that fails is asked again
+  swept_ = sweep;  // last: a store that fails is asked again
 }
 
 }  // namespace embstore

@@ -225,6 +225,8 @@ void Table::set_step(uint64_t step) {
   std::unique_lock guard(lock_);
   RequireOpen();
   clock_.set_step(step);
+  // Else a table that was loaded would sweep sooner than the one that went on.
+  swept_ = SweepOf(std::max<uint64_t>(step, 1) - 1);
 }
 
 void Table::RaiseClock(uint64_t score) {

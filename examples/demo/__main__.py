@@ -128,6 +128,7 @@ def main() -> None:
     print(f"\n{'':16}{'AUC':>8}{'rows':>12}{'memory':>14}")
     for name, result in results.items():
         print(f"{NAMES[name]:16}{result.auc:8.4f}{result.rows:12,}{memory(result.bytes):>14}")
+    print(f"AUC of steps {facts['steps'] // 2 + 1} to {facts['steps']}, each predicted before it is learned")
 
     columns = [np.concatenate(parts) for parts in zip(*(source.next()[0] for _ in range(facts["steps"])))]
     last_use = np.load(options.folder / "last_use.npy")

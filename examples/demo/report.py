@@ -171,6 +171,8 @@ def page(
 <tr><th></th><th>AUC</th><th>rows</th><th>memory</th></tr>
 {rows}
 </table>
+<p class="soft">AUC of steps {facts["steps"] // 2 + 1} to {facts["steps"]}: each batch is predicted before
+it is learned.</p>
 <ul class="proofs">
 <li>Restarted from the dump in new processes: the same rows, bit for bit.</li>
 <li>{proof["equal"]:,} of {proof["trained"]:,} served vectors equal the trained ones, bit for bit.</li>

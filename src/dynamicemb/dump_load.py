@@ -101,10 +101,7 @@ def DynamicEmbDump(
         layout=layout,
         async_=async_,
         overwrite=allow_overwrite,
-        counts={
-            c: {n: t.gate.counts() for n, t in named.items() if t.gate and counter is not False}
-            for c, named in selected.items()
-        },
+        counts=counter is not False,
     )
 
 
@@ -154,10 +151,7 @@ def DynamicEmbLoad(
         ownership={c: {n: t.ownership for n, t in named.items()} for c, named in selected.items()},
         allow_missing=table_names is None,
         allow_other_optimizer=True,
-        counts={
-            c: {n: t.gate.replace_counts for n, t in named.items() if t.gate and counter is not False}
-            for c, named in selected.items()
-        },
+        counts=counter is not False,
     )
     if optim:
         for table in _tables(selected):

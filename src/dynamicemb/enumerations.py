@@ -66,6 +66,8 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
         CUSTOMIZED   what `set_score` said last
         LFU          how often the key was used, duplicates included
         NO_EVICTION  timestamps; the table grows beyond its planned rows until memory ends, then MemoryError
+        IMPORTANCE   norms of the gradients that the row received, halved with every `half_life` (not in the
+                     original package)
 
     Examples:
         >>> from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
@@ -77,6 +79,7 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
     CUSTOMIZED = 2
     LFU = 3
     NO_EVICTION = 4
+    IMPORTANCE = 6  # as in the engine, whose 5 is LFU with a half_life
 
 
 class DynamicEmbEvictStrategy(enum.Enum):

@@ -12,18 +12,16 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 import embstore
 from dynamicemb.embedding_admission import FrequencyAdmissionStrategy, KVCounter, MultiTableKVCounter
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.types import AdmissionStrategy, Counter
+from embstore.exact_counts import Array, Counts, changes_between, counts_of
 
 FILTER_THRESHOLD = 255  # what the engine's own filter counts up to
 _UNBOUNDED = KVCounter(1 << 62)
-
-Array = npt.NDArray[np.int64]
 
 
 def filter_threshold(options: DynamicEmbTableOptions) -> int | None:
@@ -56,6 +54,11 @@ class Gate:
             self._id = table_id
         else:
             self._counter, self._id = MultiTableKVCounter([given or _UNBOUNDED]), 0
+        # Dumps and logs of the table carry it from now on.
+        known = isinstance(self._counter, MultiTableKVCounter)
+        table.exact_counts = (
+            self._counter.counts[self._id] if known else CountsOfCounter(self._counter, self._id)
+        )
 
     def __call__(self, keys: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         places = torch.nonzero(~torch.as_tensor(self._table.contains(keys))).flatten()
@@ -101,12 +104,17 @@ class Gate:
         vectors[~admitted] = torch.from_numpy(made)
         return vectors
 
-    # ---- what a dump keeps
 
-    def counts(self) -> tuple[Array, Array]:
-        """Keys without a row, and how often each was seen."""
-        if isinstance(self._counter, MultiTableKVCounter):
-            return self._counter.counts[self._id].items()
+class CountsOfCounter:
+    """What a user's own Counter has for one table, as embstore.ExactCounts. It does not tell what changed, so
+    everything is compared with what it had before."""
+
+    def __init__(self, counter: Counter, table_id: int) -> None:
+        self._counter, self._id = counter, table_id
+        self._before: Counts | None = None
+        self._returned: Array = np.empty(0, np.int64)
+
+    def items(self) -> Counts:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("keys", "frequencies")]
             self._counter.dump(str(files[0]), str(files[1]), self._id)
@@ -116,15 +124,32 @@ class Gate:
                 f"dump of {type(self._counter).__name__} should write as many frequencies as keys but wrote: "
                 f"{len(counts)} and {len(keys)}"
             )
-        return keys, counts
+        order = np.argsort(keys, kind="stable")
+        return keys[order], counts[order]
 
-    def replace_counts(self, keys: Array, counts: Array) -> None:
-        """Goes on from what `counts` gave."""
-        if isinstance(self._counter, MultiTableKVCounter):
-            self._counter.counts[self._id].replace(keys, counts)
-            return
+    def replace(self, keys: Array, counts: Array) -> None:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("keys", "frequencies")]
             for file, array in zip(files, (keys, counts), strict=True):
                 array.astype(np.int64).tofile(file)
             self._counter.load(str(files[0]), str(files[1]), self._id)
+
+    def track_changes(self, on: bool) -> None:
+        self._before, self._returned = self.items() if on else None, np.empty(0, np.int64)
+
+    def take_changes(self) -> Counts:
+        if self._before is None:
+            raise RuntimeError("changes should be taken after track_changes(True)")
+        now = self.items()
+        keys = np.union1d(changes_between(self._before, now)[0], self._returned)
+        self._before, self._returned = now, np.empty(0, np.int64)
+        return keys, counts_of(now, keys)
+
+    def return_changes(self, keys: Array) -> None:
+        self._returned = np.union1d(self._returned, keys)
+
+    def apply_changes(self, keys: Array, counts: Array) -> None:
+        changed, now = torch.from_numpy(keys), torch.from_numpy(counts)
+        ids, there = torch.full_like(changed, self._id), now > 0
+        self._counter.erase(changed, ids)
+        self._counter.add(changed[there], ids[there], now[there])

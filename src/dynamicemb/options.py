@@ -204,12 +204,18 @@ class DynamicEmbTableOptions(HKVConfig):
         eval_initializer_args: the vector of a missing key in eval: CONSTANT.
         admission_counter: None, a KVCounter, or a Counter of your own: how often keys without a row were
             seen.
-        shared_rows: not in the original package: rows that all keys without a row of their own read and
-            train, in training and in eval, chosen as owners are. 0: none.
-        admission: not in the original package: "all", or with score_strategy LFU "frequency": in a full table
-            a key gets a row only if it was more frequent lately than the key that goes.
-        half_life: not in the original package: with score_strategy LFU, training batches after which an
-            occurrence counts half. 0: never, or the engine's default for admission="frequency".
+        shared_rows: this and what follows is not in the original package. Rows that all keys without a row of
+            their own read and train, in training and in eval, chosen as owners are. 0: none.
+        admission: "all", or with score_strategy LFU or IMPORTANCE "frequency": in a full table a key gets a
+            row only if it was more frequent lately than the key that goes.
+        half_life: with score_strategy LFU or IMPORTANCE, training batches after which an occurrence, or a
+            gradient, counts half. 0: for LFU never, else the engine's default.
+        start_from_shared: a new row begins as a copy of its shared row once that is in use; False: with its
+            initial vector.
+        ttl: a row that is not used in training for so long is removed: seconds with score_strategy TIMESTAMP
+            or NO_EVICTION, training forwards with STEP. None: never.
+        max_bytes: memory of the table over all ranks at most, its share of the index included. It has fewer
+            rows than num_embeddings where they do not fit. None: no limit but num_embeddings.
 
     Raises:
         ValueError: a field is out of range; the message names it.
@@ -219,6 +225,13 @@ class DynamicEmbTableOptions(HKVConfig):
         >>> options = DynamicEmbTableOptions(
         ...     init_capacity=1 << 16, score_strategy=DynamicEmbScoreStrategy.STEP
         ... )
+        >>> keeps_what_matters = DynamicEmbTableOptions(
+        ...     score_strategy=DynamicEmbScoreStrategy.LFU,
+        ...     admission="frequency",
+        ...     shared_rows=1,
+        ...     max_bytes=64 << 20,
+        ... )
+        >>> forgets_after_a_week = DynamicEmbTableOptions(ttl=7 * 24 * 3600)
     """
 
     initializer_args: DynamicEmbInitializerArgs = field(default_factory=DynamicEmbInitializerArgs)
@@ -236,6 +249,9 @@ class DynamicEmbTableOptions(HKVConfig):
     shared_rows: int = 0
     admission: str = "all"
     half_life: int = 0
+    start_from_shared: bool = True
+    ttl: float | None = None
+    max_bytes: int | None = None
 
     def validate(self) -> None:
         super().validate()
@@ -257,12 +273,18 @@ class DynamicEmbTableOptions(HKVConfig):
         _check(self.dist_type in allowed, "dist_type", f"one of {list(allowed)}", self.dist_type)
         _check_admission(self.admit_strategy, self.admission_counter)
         _check_eval_initializer(self.eval_initializer_args)
-        _check(_is_int(self.shared_rows, 0), "shared_rows", "an integer of at least 0", self.shared_rows)
-        _check(_is_int(self.half_life, 0), "half_life", "an integer of at least 0", self.half_life)
-        _check(self.admission in ("all", "frequency"), "admission", "'all' or 'frequency'", self.admission)
-        counts = self.engine_strategy is embstore.ScoreStrategy.LFU
-        ages = self.half_life > 0 or self.admission == "frequency"
-        _check(counts or not ages, "score_strategy", "LFU with half_life or admission", self.score_strategy)
+        unlimited = self.max_bytes is None
+        _check(
+            unlimited or _is_int(self.max_bytes, 1),
+            "max_bytes",
+            "None or an integer of at least 1",
+            self.max_bytes,
+        )
+        grows = self.engine_strategy is embstore.ScoreStrategy.NO_EVICTION
+        _check(
+            unlimited or not grows, "max_bytes", "None with NO_EVICTION, which has no limit,", self.max_bytes
+        )
+        embstore.TableOptions(name="table", dim=1, score_strategy=self.engine_strategy, **self.retention)
         _check(
             self.external_storage is None or callable(self.external_storage),
             "external_storage",
@@ -277,6 +299,12 @@ class DynamicEmbTableOptions(HKVConfig):
         if strategy is None or isinstance(strategy, tuple):
             return embstore.ScoreStrategy.TIMESTAMP  # of a compound: the counts are kept beside
         return embstore.ScoreStrategy(int(strategy))
+
+    @property
+    def retention(self) -> dict[str, Any]:
+        """Which rows stay, in the words of the engine, which checks them."""
+        names = ("shared_rows", "start_from_shared", "admission", "half_life", "ttl")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def score_words(self) -> tuple[str, ...]:
@@ -337,6 +365,7 @@ class DynamicEmbTableOptions(HKVConfig):
         evict = {
             embstore.ScoreStrategy.STEP: DynamicEmbEvictStrategy.CUSTOMIZED,
             embstore.ScoreStrategy.CUSTOMIZED: DynamicEmbEvictStrategy.CUSTOMIZED,
+            embstore.ScoreStrategy.IMPORTANCE: DynamicEmbEvictStrategy.CUSTOMIZED,
             embstore.ScoreStrategy.LFU: DynamicEmbEvictStrategy.LFU,
         }
         return dataclasses.replace(

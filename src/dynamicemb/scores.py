@@ -19,7 +19,7 @@ def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
     """The score that the next training forward will give its keys, by collection path and table.
 
     Every dynamic table has one: TIMESTAMP and NO_EVICTION the time, STEP the next step, CUSTOMIZED what
-    `set_score` said last (0 before), LFU 1.
+    `set_score` said last (0 before), LFU and IMPORTANCE 1.
 
     Args:
         model: a module with sharded collections.
@@ -43,8 +43,8 @@ def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
 
 
 def shown_score(table: embstore.Table, score: int) -> int:
-    """A count is at least 1, so 1 is the threshold that every row of an LFU table reaches."""
-    return 1 if table.options.score_strategy == embstore.ScoreStrategy.LFU else score
+    """1 where scores grow with use: the threshold that every row reaches."""
+    return 1 if table.options.score_strategy.keeps_frequent else score
 
 
 def set_score(model: nn.Module, table_score: int | Mapping[str, Mapping[str, int]]) -> None:

@@ -103,9 +103,15 @@ class HoldsDynamicTables:
 
 
 def engine_options(
-    name: str, dim: int, planned: DynamicEmbTableOptions, fused_params: Mapping[str, Any], seed: int
+    name: str,
+    dim: int,
+    planned: DynamicEmbTableOptions,
+    fused_params: Mapping[str, Any],
+    seed: int,
+    *,
+    ranks: int = 1,
 ) -> embstore.TableOptions:
-    """The engine's options of a table whose capacity and bounds are settled."""
+    """The engine's options of a table whose capacity and bounds are settled. `ranks` share its max_bytes."""
     whole = embstore.TableOptions(
         name=name,
         dim=dim,
@@ -123,11 +129,9 @@ def engine_options(
         seed=seed,
         check_mode=embstore.CheckMode(int(planned.safe_check_mode)),
         admission_threshold=filter_threshold(planned) or 0,
-        admission=planned.admission,
-        half_life=planned.half_life,
-        shared_rows=planned.shared_rows,
+        **planned.retention,
     )
-    return _within_budget(whole, planned)
+    return _within_bytes(_within_budget(whole, planned), planned, ranks)
 
 
 def _no_optimizer(fused_params: Mapping[str, Any], name: str) -> embstore.Optimizer:
@@ -189,6 +193,21 @@ def _within_budget(options: embstore.TableOptions, planned: DynamicEmbTableOptio
     return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
 
 
+def _within_bytes(
+    options: embstore.TableOptions, planned: DynamicEmbTableOptions, ranks: int
+) -> embstore.TableOptions:
+    if planned.max_bytes is None:
+        return options
+    least = ranks * options.full_bytes(options.bucket_capacity)
+    if planned.max_bytes < least:
+        raise ValueError(
+            f"max_bytes of table {options.name!r} should be at least {least}, for a bucket of "
+            f"{options.bucket_capacity} rows on each of {ranks} ranks, but is: {planned.max_bytes}"
+        )
+    capacity = min(options.max_capacity, options.rows_within(planned.max_bytes // ranks))
+    return replace(options, max_capacity=capacity, init_capacity=min(options.init_capacity, capacity))
+
+
 def rows_of(info: EmbeddingShardingInfo) -> int:
     """The rows that the user asked for, before any rounding."""
     sharding = info.param_sharding
@@ -222,7 +241,10 @@ def build_tables(
             sharding.pop_additional_fused_params(fused_params)
             if sharding.owner is not None:
                 check_owner(sharding.owner, env.world_size, planned, config.name)
-            engine = engine_options(config.name, config.embedding_dim, planned, fused_params, seed)
+            sharing = env.world_size if sharding.owner is None else 1
+            engine = engine_options(
+                config.name, config.embedding_dim, planned, fused_params, seed, ranks=sharing
+            )
             tables[config.name] = (engine, planned)
         return tables
 

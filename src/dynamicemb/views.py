@@ -133,7 +133,7 @@ class TablesByName:
             ownership={folder.name: {name: table.ownership for name, table in chosen.items()}},
             layout="v2",
             overwrite=True,
-            counts={folder.name: {n: t.gate.counts() for n, t in chosen.items() if t.gate and counter}},
+            counts=counter,
         )
 
         def publish() -> None:
@@ -167,7 +167,7 @@ class TablesByName:
             ownership={collection: {name: table.ownership for name, table in chosen.items()}},
             allow_missing=table_names is None,
             allow_other_optimizer=True,
-            counts={collection: {n: t.gate.replace_counts for n, t in chosen.items() if t.gate and counter}},
+            counts=counter,
         )
         for table in chosen.values() if optim else []:
             table.load_optimizer_args({"lr": table.table.learning_rate})

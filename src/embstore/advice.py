@@ -12,6 +12,7 @@ A curve says which share of the ids of training batches has a row already when i
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from embstore.readable import bytes_text, share_text
 
 BINS_PER_DOUBLING = 8  # of reuse distances, as the engine's MissSampler counts them
 _MULTIPLES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+WIDTH = 80  # columns of a terminal
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Advice:
         rate = "" if self.hit_rate is None else f", hit rate so far {share_text(self.hit_rate)}"
         lines = [
             f"table {self.table!r}: {self.rows:,} rows, at most {self.capacity:,}{rate}",
-            f"based on: {self.based_on}",
+            *textwrap.wrap(f"based on: {self.based_on}", WIDTH, subsequent_indent="  "),
         ]
         if self.points:
             lines += ["", f"   {'rows':>15} {'bytes':>10} {'by recency':>12} {'by frequency':>14}"]
@@ -79,7 +81,9 @@ class Advice:
         if self.evicted:
             share = share_text(self.returned / self.evicted)
             lines += ["", f"evicted: about {self.evicted:,} rows; of these {share} were asked for again"]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        for note in self.notes:
+            lines += textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ Table('user', dim=8, dtype=float32, optimizer=Adagrad(lr=0.1), rows=1,234 of at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -82,19 +83,26 @@ def as_html(tables: Iterable[Table], title: str = "") -> str:
         )
         shown = "".join(f"<td {CELL}>{escape(cell)}</td>" for cell in cells)
         lines.append(
-            f"<tr>{shown}<td {CELL}>{_bars(histogram(_sampled_scores(table), SPARK_BINS))}</td></tr>"
+            f"<tr>{shown}<td {CELL}>{_bars(histogram(_sampled_scores(table), SPARK_BINS), table)}</td></tr>"
         )
     return '<table class="embstore">' + "".join(lines) + "</table>"
 
 
-def _bars(ranges: list[tuple[int, int, int]]) -> str:
+def _score_text_of(table: Table) -> Callable[[int], str]:
+    strategy = table.options.score_strategy
+    # A clock is not read: that moves it.
+    return partial(score_text, strategy=strategy.name.lower(), now=table.score if strategy.ages else 0)
+
+
+def _bars(ranges: list[tuple[int, int, int]], table: Table) -> str:
     if not ranges:
         return "-"
+    of_score = _score_text_of(table)
     heights = spark_heights([count for _, _, count in ranges])
     rects = []
     for i, ((low, high, count), share) in enumerate(zip(ranges, heights)):
         height = max(1.0, 20.0 * share)
-        text = f"{score_text(low)} to {score_text(high)}: {count:,} rows"
+        text = f"{of_score(low)} to {of_score(high)}: {count:,} rows"
         rects.append(
             f'<rect x="{6 * i}" y="{20 - height:.1f}" width="5" height="{height:.1f}">'
             f"<title>{escape(text)}</title></rect>"
@@ -103,8 +111,8 @@ def _bars(ranges: list[tuple[int, int, int]]) -> str:
     return f'<svg width="{width}" height="20" fill="currentColor" role="img">{"".join(rects)}</svg>'
 
 
-def draw(drawn: list[tuple[str, Any, Any]]) -> Any:
-    """Histograms of norms and scores, one line of axes for each (label, norms, scores)."""
+def draw(drawn: list[tuple[str, Any, Any, Callable[[int], str]]]) -> Any:
+    """Histograms of norms and scores, one line of axes for each (label, norms, scores, text of a score)."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
@@ -112,14 +120,14 @@ def draw(drawn: list[tuple[str, Any, Any]]) -> Any:
     figure, axes = pyplot.subplots(
         len(drawn), 2, figsize=(9, 2.5 * len(drawn)), squeeze=False, layout="constrained"
     )
-    for (label, norms, scores), (left, right) in zip(drawn, axes):
+    for (label, norms, scores, of_score), (left, right) in zip(drawn, axes):
         left.hist(norms, bins=50)
         left.set(title=f"{label}: norms of vectors", ylabel="rows")
         ranges = histogram(scores, 50)
         right.bar(range(len(ranges)), [count for _, _, count in ranges], width=1.0)
         ticks = [0, len(ranges) - 1] if len(ranges) > 1 else list(range(len(ranges)))
         right.set(title=f"{label}: scores")
-        right.set_xticks(ticks, [score_text(ranges[at][0]) for at in ticks])
+        right.set_xticks(ticks, [of_score(ranges[at][0]) for at in ticks])
     return axes
 
 
@@ -129,4 +137,4 @@ def plot(table: Table) -> Any:
     for rows in table.export(with_states=False):
         norms.append(np.linalg.norm(rows.values, axis=1))
         scores.append(rows.scores)
-    return draw([(table.name, np.concatenate(norms), np.concatenate(scores))])[0]
+    return draw([(table.name, np.concatenate(norms), np.concatenate(scores), _score_text_of(table))])[0]

@@ -24,6 +24,7 @@ class KeyCounts:
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
+        self._returned: Array = np.empty(0, np.int64)
         self._table = Table(
             TableOptions(
                 name="counts",
@@ -82,6 +83,26 @@ class KeyCounts:
         """Forgets everything and takes these counts."""
         self._table.clear()
         self.add(keys, counts)
+
+    # ---- what changed, for logs: see embstore.exact_counts
+
+    def track_changes(self, on: bool) -> None:
+        self._table.track_changes(on)
+        self._returned = np.empty(0, np.int64)
+
+    def take_changes(self) -> tuple[Array, Array]:
+        rows, removed = self._table.take_changes()
+        keys = np.unique(np.concatenate([rows.keys, removed, self._returned]))
+        self._returned = np.empty(0, np.int64)
+        return keys, self._table.read(keys).scores.astype(np.int64)
+
+    def return_changes(self, keys: Array) -> None:
+        self._returned = np.union1d(self._returned, keys)
+
+    def apply_changes(self, keys: Array, counts: Array) -> None:
+        there = counts > 0
+        self.erase(keys[~there])
+        self._assign(keys[there], counts[there])
 
     def _assign(self, keys: Array, counts: Array) -> None:
         zeros = np.zeros((len(keys), 1), np.float32)

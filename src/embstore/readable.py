@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 BARS = "▁▂▃▄▅▆▇█"
+AGED = ("aged_lfu", "importance")  # sums that lose half of their worth with every half-life: docs/formats.md
+AGED_FRACTION_BITS, AGED_BIAS = 40, 1 << 20
 # Scores that are read as times: nanoseconds from 1980 to 2200.
 TIMES = range(315_532_800 * 10**9, 7_258_118_400 * 10**9)
 
@@ -49,9 +51,15 @@ def time_text(score: int, digits: int = 0) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S}" + (f".{score % 10**9:09}"[: digits + 1] if digits else "")
 
 
-def score_text(score: int, digits: int = 0) -> str:
-    """A time where the score can be one, else the number as it is."""
-    return time_text(score, digits) if score in TIMES else str(score)
+def score_text(score: int, digits: int = 0, *, strategy: str = "", now: int = 0) -> str:
+    """A score of this strategy ("": not known). An aged sum is shown as what it is worth `now`, the score of
+    the table; others as a time where they can be one, else as the number."""
+    if strategy in AGED:
+        halvings = (now >> AGED_FRACTION_BITS or AGED_BIAS) - (score >> AGED_FRACTION_BITS)
+        fraction = score % (1 << AGED_FRACTION_BITS) / (1 << AGED_FRACTION_BITS)
+        return float_text(math.ldexp(1 + fraction, -halvings))
+    counts = strategy in ("lfu", "step")
+    return time_text(score, digits) if score in TIMES and not counts else str(score)
 
 
 def duration_text(seconds: float) -> str:

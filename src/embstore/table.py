@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from embstore import _core
 from embstore.arrays import Array, address, as_floats, as_integer, as_keys, as_scores, empty_floats
+from embstore.exact_counts import ExactCounts
 from embstore.options import (
     Access,
     Admission,
@@ -100,6 +101,8 @@ class Table(TableOverStore):
         self.dumps: list[Any] = []  # in the background, of this table
         # What a score has in files of layout v2: () is one word, ("timestamp", "lfu") the score and the uses.
         self.score_words: tuple[str, ...] = ()
+        # Counts the keys without a row beside the table; dumps and logs carry it.
+        self.exact_counts: ExactCounts | None = None
         optimizer = options.optimizer
         self._learning_rate = float(optimizer.lr)
         # Updates so far: the t of Adam's bias correction is one more.

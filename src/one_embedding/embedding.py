@@ -151,6 +151,7 @@ class MultiTableMultiColumnEmbedding(RowModule):
             initializer=self._initializers[0][0],
             seed=self.seed,
             check_mode="error",
+            ttl=self._options.ttl,
             store=store,
             **sizes,
         )
@@ -349,11 +350,23 @@ class MultiTableMultiColumnEmbedding(RowModule):
             self._table.load_snapshot(name)
         else:
             self._reshard(self._other_ranks(self._options.path, name), name)
+        if self._options.ttl is not None:
+            self._date_rows()
         self.zero_grad()
         self._rows_at_most = len(self.store)
         if self._options.cache_budget_bytes is None:
             for keys, _, _ in self.store.scan():
                 self._table.prefetch(keys)  # all rows are to be in memory
+
+    def _date_rows(self) -> None:
+        """Rows of files that do not say when they were used, such as OneEmbedding's own, count as used now;
+        else all of them would expire at once."""
+        store, now = self.store, self._table.score
+        undated = [keys[scores <= 1] for keys, _, scores in store.scan()]
+        for keys in undated:
+            if len(keys):
+                rows, _, _ = store.get(keys)
+                store.put(keys, rows, np.full(len(keys), now, np.uint64))
 
     def _other_ranks(self, path: str, name: str) -> list[str]:
         """The directories of another number of ranks that hold this snapshot."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from embstore import Constant, Initializer, Normal, TruncatedNormal, Uniform
+from embstore import Constant, Initializer, Normal, ScoreStrategy, TruncatedNormal, Uniform
+from embstore.options import as_age
 
 Options = dict[str, Any]
 
@@ -125,7 +126,10 @@ def _store_options(
     size_factor: int,
     storage_dim: int,
     physical_block_size: int,
+    ttl: float | None,
 ) -> Options:
+    if ttl is not None:
+        as_age(ttl, ScoreStrategy.TIMESTAMP, "ttl")
     if not persistent_path or not isinstance(persistent_path, (str, list, tuple)):
         raise ValueError(
             f"persistent_path should be a directory, or one for each rank, but is: {persistent_path!r}"
@@ -142,6 +146,7 @@ def _store_options(
         "kv_store": {"caches": caches, "persistent_table": table},
         "size_factor": size_factor,
         "storage_dim": storage_dim,
+        **({} if ttl is None else {"ttl": ttl}),  # else the dict of the original
     }
 
 
@@ -151,6 +156,8 @@ def make_device_mem_store_options(
     size_factor: int = 1,
     storage_dim: int = -1,
     physical_block_size: int = 4096,
+    *,
+    ttl: float | None = None,
 ) -> Options:
     """All rows in memory; files hold snapshots only.
 
@@ -161,6 +168,8 @@ def make_device_mem_store_options(
             Adam and Ftrl.
         storage_dim: floats of a row, instead of size_factor. -1: not given.
         physical_block_size: of the files, 512 or 4096 bytes.
+        ttl: not in the original: seconds after which a row that training has not used is removed. None:
+            never.
 
     Raises:
         ValueError: a number is out of range, or persistent_path is empty.
@@ -173,7 +182,9 @@ def make_device_mem_store_options(
     """
     _integer("capacity", capacity, 1)
     caches = [{"policy": "full", "value_memory_kind": "device", "capacity": capacity}]
-    return _store_options(caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size)
+    return _store_options(
+        caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size, ttl
+    )
 
 
 def make_cached_ssd_store_options(
@@ -184,6 +195,8 @@ def make_cached_ssd_store_options(
     storage_dim: int = -1,
     physical_block_size: int = 4096,
     host_cache_budget_mb: int = 0,
+    *,
+    ttl: float | None = None,
 ) -> Options:
     """Rows in files, with the recently used ones in memory.
 
@@ -196,6 +209,8 @@ def make_cached_ssd_store_options(
         storage_dim: floats of a row, instead of size_factor. -1: not given.
         physical_block_size: of the files, 512 or 4096 bytes.
         host_cache_budget_mb: more MiB; both are host memory here and count together.
+        ttl: not in the original: seconds after which a row that training has not used is removed. The files
+            are searched eight times in that period. None: never.
 
     Raises:
         ValueError: a number is out of range, both budgets are 0, or persistent_path is empty.
@@ -205,6 +220,7 @@ def make_cached_ssd_store_options(
         >>> options = one_embedding.make_cached_ssd_store_options(64, "/data/ads")
         >>> options["kv_store"]["persistent_table"]["path"]
         '/data/ads'
+        >>> forgetful = one_embedding.make_cached_ssd_store_options(64, "/data/ads", ttl=7 * 24 * 3600)
     """
     _integer("cache_budget_mb", cache_budget_mb, 0)
     _integer("host_cache_budget_mb", host_cache_budget_mb, 0)
@@ -215,7 +231,9 @@ def make_cached_ssd_store_options(
         for budget, kind in ((cache_budget_mb, "device"), (host_cache_budget_mb, "host"))
         if budget
     ]
-    return _store_options(caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size)
+    return _store_options(
+        caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size, ttl
+    )
 
 
 def make_cached_host_mem_store_options(
@@ -225,6 +243,8 @@ def make_cached_host_mem_store_options(
     size_factor: int = 1,
     storage_dim: int = -1,
     physical_block_size: int = 4096,
+    *,
+    ttl: float | None = None,
 ) -> Options:
     """Rows in host memory below a device cache. On a CPU both are memory: as `make_device_mem_store_options`.
 
@@ -236,6 +256,8 @@ def make_cached_host_mem_store_options(
             Adam and Ftrl.
         storage_dim: floats of a row, instead of size_factor. -1: not given.
         physical_block_size: of the files, 512 or 4096 bytes.
+        ttl: not in the original: seconds after which a row that training has not used is removed. None:
+            never.
 
     Raises:
         ValueError: a number is out of range, or persistent_path is empty.
@@ -252,7 +274,9 @@ def make_cached_host_mem_store_options(
         {"policy": "lru", "cache_memory_budget_mb": cache_budget_mb, "value_memory_kind": "device"},
         {"policy": "full", "value_memory_kind": "host", "capacity": capacity},
     ]
-    return _store_options(caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size)
+    return _store_options(
+        caches, persistent_path, capacity, size_factor, storage_dim, physical_block_size, ttl
+    )
 
 
 # ---- what they mean
@@ -288,6 +312,7 @@ class StoreOptions:
     cache_budget_bytes: int | None  # None: all rows in memory
     size_factor: int
     storage_dim: int
+    ttl: float | None
 
     def row_floats(self, embedding_dim: int) -> int:
         return self.storage_dim if self.storage_dim != -1 else self.size_factor * embedding_dim
@@ -312,6 +337,7 @@ class StoreOptions:
             None if full else budget << 20,
             options.get("size_factor", 1),
             options.get("storage_dim", -1),
+            options.get("ttl"),
         )
 
 

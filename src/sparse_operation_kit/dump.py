@@ -23,6 +23,7 @@ from sparse_operation_kit import bridge
 from sparse_operation_kit.communication import Single, agree, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
 from sparse_operation_kit.interaction import filter_variables
+from sparse_operation_kit.kept import arrays_of, facts_of, keeps_more, require_clock, restore, same_scores
 from sparse_operation_kit.optimizer import RowOptimizer
 from sparse_operation_kit.plain_optimizer import LISTS, PlainOptimizer
 from sparse_operation_kit.static import StaticVariable
@@ -62,6 +63,9 @@ def dump(path: str | os.PathLike[str], dump_vars: Any, optimizer: Any = None) ->
         output.begin(variable, optimizer)
         for block in _blocks(variable, optimizer, t):
             output.append([t.all_gather(array) for array in block])
+        if _keeps_more(variable):
+            for kind, array in arrays_of(variable.table, optimizer is not None).items():
+                output.add_parts(kind, t.all_gather(array))
     output.finish(t.size, optimizer)
     agree(output.error)
 
@@ -86,7 +90,10 @@ class _Output:
         def begin(writer: DumpWriter) -> None:
             slots = () if optimizer is None else optimizer.slots
             name = "" if optimizer is None else optimizer.name
-            self._table = writer.table(variable.name, _key_dtype(variable), optimizer=name, slots=slots)
+            facts = facts_of(variable.table, optimizer is not None) if _keeps_more(variable) else None
+            self._table = writer.table(
+                variable.name, _key_dtype(variable), optimizer=name, slots=slots, facts=facts
+            )
 
         self._do(begin)
 
@@ -98,6 +105,15 @@ class _Output:
                 self._table.append(keys, values, states)
 
         self._do(append)
+
+    def add_parts(self, kind: str, of_ranks: list[np.ndarray]) -> None:
+        """A file for each rank."""
+
+        def add(writer: DumpWriter) -> None:
+            for rank, array in enumerate(of_ranks):
+                self._table.add_part(kind, rank, len(of_ranks), array)
+
+        self._do(add)
 
     def finish(self, size: int, optimizer: RowOptimizer | PlainOptimizer | None) -> None:
         if self._writer is None:
@@ -157,7 +173,7 @@ def load(path: str | os.PathLike[str], load_vars: Any, optimizer: Any = None) ->
 
     def read() -> None:
         for variable, table in zip(variables, tables):
-            _load_table(variable, table, optimizer)
+            _load_table(variable, table, optimizer, manifest)
         if optimizer is not None and "iterations" in manifest:
             optimizer.iterations.assign(manifest["iterations"])
 
@@ -178,7 +194,8 @@ def incremental_model_dump(
         (keys, values): for each variable numpy arrays, sorted by key.
 
     Raises:
-        ValueError: a variable is not dynamic, or a time has no time zone.
+        ValueError: a variable is not dynamic or evicts by something else than "kLru", or a time has no time
+            zone.
 
     Examples:
         >>> import sparse_operation_kit as sok, tensorflow as tf
@@ -201,6 +218,7 @@ def incremental_model_dump(
     for variable in variables:
         if not isinstance(variable, DynamicVariable):
             raise ValueError(f"sok_vars should be dynamic variables but one is: {variable!r}")
+        require_clock(variable.table)
     least = [_nanoseconds(moment) + 1 for moment in moments]
     t = tool_or_single()
     keys, values = [], []
@@ -270,6 +288,10 @@ def _optimizer(value: Any) -> RowOptimizer | PlainOptimizer | None:
 # ---- out
 
 
+def _keeps_more(variable: Any) -> bool:
+    return isinstance(variable, DynamicVariable) and keeps_more(variable.table)
+
+
 def _key_dtype(variable: Any) -> type[np.generic]:
     if isinstance(variable, DynamicVariable):
         return variable.key_type.as_numpy_dtype
@@ -288,7 +310,8 @@ def _blocks(
 
         def read(part: slice) -> list[np.ndarray]:
             rows = table.read(keys[part])
-            return [rows.values, *(np.split(rows.states, slots, axis=1) if slots else [])]
+            states = np.split(rows.states, slots, axis=1) if slots else []
+            return [rows.values, *states, *([rows.scores] if keeps_more(table) else [])]
     else:
         keys = variable.local_keys()
         arrays = [variable.numpy()]
@@ -341,14 +364,22 @@ def _stored_slots(table: TableReader, optimizer: RowOptimizer | PlainOptimizer |
     return []
 
 
-def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | PlainOptimizer | None) -> None:
+def _load_table(
+    variable: Any,
+    table: TableReader,
+    optimizer: RowOptimizer | PlainOptimizer | None,
+    manifest: dict[str, Any],
+) -> None:
     t = tool_or_single()
+    facts = manifest.get("tables", {}).get(table.prefix, {})
+    dynamic = isinstance(variable, DynamicVariable)
+    with_scores = dynamic and same_scores(variable.table, facts)
     dropped = -_dropped(variable)
     stored = _stored_slots(table, optimizer)
     rows_a_block = max(1, ROUND_BYTES // (8 + 4 * variable.dimension * (1 + len(stored))))
     for begin in range(0, len(table), rows_a_block):
         keys, values, states = table.block(begin, begin + rows_a_block)
-        keys = keys.astype(np.int64)
+        keys, scores = keys.astype(np.int64), table.scores(begin, begin + rows_a_block)
         if variable.target_gpu >= 0:
             mine = np.full(len(keys), variable.target_gpu == t.rank)
         else:
@@ -356,15 +387,18 @@ def _load_table(variable: Any, table: TableReader, optimizer: RowOptimizer | Pla
         if not mine.any():
             continue
         keys, values, parts = keys[mine], values[mine], [states[name][mine] for name in stored]
-        if isinstance(variable, DynamicVariable):
+        if dynamic:
             together = np.concatenate(parts, axis=1) if parts else None
-            variable.table.insert_or_assign(keys, values, states=together)
+            kept = scores[mine] if with_scores and scores is not None else None
+            variable.table.insert_or_assign(keys, values, states=together, scores=kept)
             continue
         rows = variable.key_map(keys)
         variable.scatter_update(tf.IndexedSlices(tf.cast(values, variable.dtype), rows))
         if optimizer is not None:
             for slot, part in zip(optimizer.slots, parts):
                 optimizer.get_slot(variable, slot).scatter_update(tf.IndexedSlices(part, rows))
+    if dynamic and facts:
+        restore(variable.table, table, facts, t.rank, t.size, int(manifest.get("world_size", 1)))
     dropped += _dropped(variable)
     if dropped:
         warnings.warn(

@@ -18,10 +18,12 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 import embstore
+from embstore.options import DEFAULT_MAX_CAPACITY
 from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
 from sparse_operation_kit.communication import tool_or_single
 from sparse_operation_kit.initializers import as_initializer
+from sparse_operation_kit.kept import EVICT_STRATEGIES, OPTIONS, copy_kept, largest_scores
 from sparse_operation_kit.keras_steps import require_trained
 from sparse_operation_kit.keys import as_keys
 from sparse_operation_kit.rows import read_rows
@@ -31,7 +33,6 @@ from sparse_operation_kit.static import parse_mode
 VAR_TYPES = ("hybrid", "hbm")
 DEFAULT_CAPACITY = 64 << 20
 SMALLEST_BUCKET = 16
-EVICT_STRATEGIES = {"kLru": "timestamp", "kLfu": "lfu"}
 SIZES = ("init_capacity", "max_capacity", "max_bucket_size")
 
 # The options of a hybrid variable and their defaults. Those that place vectors on a GPU have no effect.
@@ -47,8 +48,6 @@ CONFIG: dict[str, Any] = {
     "evict_strategy": "kLru",
     "filter_ratio": 1.0,
 }
-# Options of a hybrid variable that the original package does not have; see embstore.TableOptions.
-EXTRAS = ("shared_rows", "admission", "half_life")
 
 _numbers = itertools.count()
 
@@ -70,7 +69,8 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a hybrid variable, checked, with its capacities as powers of two."""
     for name in config:
         if name not in CONFIG:
-            raise ValueError(f"{name} should not be given: a hybrid variable takes {', '.join(CONFIG)}")
+            known = ", ".join((*CONFIG, *OPTIONS))
+            raise ValueError(f"{name} should not be given: a hybrid variable takes {known}")
     full = {**CONFIG, **config}
     for name in SIZES:
         full[name] = _as_capacity(name, full[name])
@@ -91,7 +91,10 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     _check_range("filter_ratio", full["filter_ratio"], 0.0, 1.0)
     _check_range("max_hbm_for_vectors", full["max_hbm_for_vectors"], 0, 1 << 40)
     if full["evict_strategy"] not in EVICT_STRATEGIES:
-        raise ValueError(f"evict_strategy should be 'kLru' or 'kLfu' but is: {full['evict_strategy']!r}")
+        raise ValueError(
+            f"evict_strategy should be one of {', '.join(map(repr, EVICT_STRATEGIES))} "
+            f"but is: {full['evict_strategy']!r}"
+        )
     return full
 
 
@@ -124,9 +127,14 @@ class DynamicVariable(ResourceVariable):
     """Rows for any keys, inserted when a key is first looked up.
 
     A hybrid variable also takes, by name: init_capacity and max_capacity (rows of a rank, rounded up to
-    powers of two), max_load_factor, max_bucket_size, evict_strategy ("kLru" or "kLfu"), filter_ratio; with
-    "kLfu" half_life and admission="frequency", and for keys without a row of their own shared_rows (see
-    embstore.TableOptions). max_hbm_for_vectors, block_size, device_id and io_by_cpu have no effect.
+    powers of two), max_load_factor, max_bucket_size, evict_strategy ("kLru" or "kLfu") and filter_ratio.
+    max_hbm_for_vectors, block_size, device_id and io_by_cpu have no effect.
+
+    By name as well, and not in the original package: evict_strategy "kStep" (as "kLru", by the number of the
+    lookup) and "kImportance" (norms of gradients); with "kLfu" and "kImportance" half_life and
+    admission="frequency"; for keys without a row of their own shared_rows and start_from_shared; ttl, after
+    which an unused row is removed (seconds, or lookups with "kStep"; "hbm" takes it too); and in place of
+    max_capacity max_bytes, the memory of a rank. `embstore.TableOptions` describes them.
 
     Args:
         dimension: components of a row, any positive integer.
@@ -154,6 +162,14 @@ class DynamicVariable(ResourceVariable):
         [[1.0, 1.0]]
         >>> table.size.numpy().tolist()
         [2, 2]
+        >>> bounded = sok.DynamicVariable(
+        ...     dimension=16,
+        ...     evict_strategy="kLfu",
+        ...     admission="frequency",
+        ...     shared_rows=1,
+        ...     max_bytes=64 << 20,
+        ... )
+        >>> forgetful = sok.DynamicVariable(dimension=16, ttl=7 * 24 * 3600)
     """
 
     def __init__(
@@ -186,14 +202,17 @@ class DynamicVariable(ResourceVariable):
         if tf.as_dtype(dtype or tf.float32) != tf.float32:
             raise NotImplementedError(f"dtype should be tf.float32 but is: {dtype!r}")
         if self._backend_type == "hbm":
-            unknown = sorted(set(kwargs) - set(CONFIG))
+            unknown = sorted(set(kwargs) - {*CONFIG, "ttl"})
             if unknown:
                 raise ValueError(f"{unknown[0]} should not be given: an hbm variable has no such option")
-            self._config_dict, options = dict(kwargs), {}
+            self._config_dict, options = dict(kwargs), {"ttl": kwargs.get("ttl")}
         else:
-            extras = {extra: kwargs.pop(extra) for extra in EXTRAS if extra in kwargs}
-            self._config_dict = _with_defaults(kwargs)
+            extras = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+            self._config_dict = {**_with_defaults(kwargs), **extras}
             options = {**_capacity_options(self._config_dict, kwargs), **extras}
+            if extras.get("max_bytes") is not None and "max_capacity" not in kwargs:
+                del self._config_dict["max_capacity"], options["max_capacity"]
+        self._max_bytes = options.get("max_bytes")
         engine_initializer, seed, self._initializer_str = as_initializer(initializer)
         self._dimension = int(dimension)
         self._mode = mode
@@ -342,11 +361,21 @@ class DynamicVariable(ResourceVariable):
         now = self._table.options.optimizer
         if not fresh and continues(self.name, now, optimizer, self._table.state_width):
             return
-        table = embstore.Table(replace(self._table.options, optimizer=optimizer))
+        options = self._table.options
+        if self._max_bytes is None:
+            options = replace(options, optimizer=optimizer)
+        else:  # states take rows away
+            options = replace(
+                options, optimizer=optimizer, max_capacity=DEFAULT_MAX_CAPACITY, max_bytes=self._max_bytes
+            )
+        table = embstore.Table(options)
         if len(self._table):
             table.reserve(min(len(self._table), table.stats().max_capacity))
+        kept = largest_scores(self._table, table.stats().max_capacity)
         for rows in self._table.export():
-            table.insert_or_assign(rows.keys, rows.values, scores=rows.scores)
+            mine = np.isin(rows.keys, kept) if kept is not None else slice(None)
+            table.insert_or_assign(rows.keys[mine], rows.values[mine], scores=rows.scores[mine])
+        copy_kept(self._table, table)
         self._table.close()
         self._table = table
 

@@ -83,6 +83,26 @@ def test_get_and_top_read_rows(dumped: tuple[Path, embstore.Table]) -> None:
     run("top", path, "--table", "item", code=2)
 
 
+@pytest.mark.parametrize("half_life", [0, 3])
+def test_scores_that_age_are_shown_as_what_they_are_worth_now(tmp_path: Path, half_life: int) -> None:
+    """Not as dates, which such numbers could be."""
+    table = make(score_strategy="lfu", admission="frequency", half_life=half_life)
+    for _ in range(8):
+        table.find_or_insert([7])
+    table.find_or_insert([7] * 40 + [9])
+    embstore.dump(tmp_path / "d", {"model": {"user": table}})
+    top = [line.split() for line in run("top", tmp_path / "d").splitlines()[2:]]
+    assert [int(key) for key, _, _ in top] == [7, 9]
+    # Three batches are a half-life: a use in the first ones is worth 1, 4/3 and 5/3, in the next double, and
+    # when the fourth begins an eighth of that: (4 + 2 * 4 + 4 * (1 + 4/3 + 40 * 5/3)) / 8.
+    assert [score for _, score, _ in top] == (["36", "0.8333"] if half_life else ["48", "1"])
+    assert f"score   {top[1][1]}\n" in run("get", tmp_path / "d", 9)
+    assert not re.search(r"\d{4}-\d\d-\d\d", run("inspect", tmp_path / "d"))
+    (row,) = answer("top", tmp_path / "d", "-n", 1)
+    assert row["score"] == int(table.read([7]).scores[0]), "programs get the score as it is"
+    assert not re.search(r"\d{4}-\d\d-\d\d", table._repr_html_())
+
+
 def test_diff_finds_every_kind_of_difference(tmp_path: Path, dumped: tuple[Path, embstore.Table]) -> None:
     path, table = dumped
     (same,) = answer("diff", path, path)

@@ -33,6 +33,21 @@ class Heard:
         assert all(0 <= d <= t for d, t in self.calls)
 
 
+def test_threads_that_write_together_report_every_byte(tmp_path):
+    table = embstore.Table("user", dim=8)
+    table.find_or_insert(np.arange(500_000))
+    before = embstore.get_num_threads()
+    try:
+        embstore.set_num_threads(4)
+        for number in range(5):
+            heard = Heard()
+            embstore.dump(tmp_path / f"{number}", {"model": {"user": table}}, progress=heard)
+            heard.require_complete()
+            assert heard.calls == sorted(heard.calls)
+    finally:
+        embstore.set_num_threads(before)
+
+
 def works(tmp_path, tables):
     """Every function that takes `progress`, as a call."""
     table = tables["model"]["user"]

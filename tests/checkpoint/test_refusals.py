@@ -165,3 +165,21 @@ def test_scores_that_are_not_one_for_each_key_are_refused(tmp_path: Path, by: in
     with pytest.raises(embstore.CheckpointError, match=said):
         embstore.open_dump(tmp_path)
     assert len(back) == 0
+
+
+def test_a_misspelt_table_is_told_with_the_names_that_the_dump_has(tmp_path: Path) -> None:
+    embstore.dump(tmp_path / "dump", {"model": {"user": make()}})
+    table = embstore.Table("usr", dim=5)
+    with pytest.raises(
+        embstore.CheckpointError, match=r"table 'usr' is not in the dump, which has: model/user$"
+    ):
+        embstore.load(tmp_path / "dump", {"model": {"usr": table}})
+    with pytest.raises(
+        embstore.CheckpointError, match=r"collection of table 'usr' .* which has: model/user$"
+    ):
+        embstore.load(tmp_path / "dump", {"modle": {"usr": table}})
+
+
+def test_a_table_under_another_name_than_its_own_is_told_with_both(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="under its own name, 'user', but in 'model' it is under: 'users'"):
+        embstore.dump(tmp_path / "dump", {"model": {"users": make()}})

@@ -33,6 +33,25 @@ def test_a_row_goes_between_its_ttl_and_an_eighth_more_after_its_last_use(ttl):
     assert table.stats().evictions == 0
 
 
+@pytest.mark.parametrize("ttl", [1, 7, 80])
+def test_a_table_that_was_loaded_expires_the_same_ids_as_the_one_that_went_on(ttl, tmp_path):
+    def train(table, first, last):
+        for step in range(first, last):
+            keys = np.random.default_rng(step).zipf(1.15, 19) % 3000
+            table.find_or_insert(keys)
+            table.apply_gradients(keys, np.ones((19, 4)))
+
+    for cut in (ttl, ttl + 1, ttl + 2, ttl + ttl // 8 + 3, ttl + 33):
+        table, back, copy = (roomy(ttl=ttl) for _ in range(3))
+        train(table, 0, cut)
+        embstore.dump(tmp_path / f"{cut}", {"model": {"small": table}}, optim=True)
+        embstore.load(tmp_path / f"{cut}", {"model": {"small": back}}, optim=True)
+        copy.load_state(table.state())
+        for one in (table, back, copy):
+            train(one, cut, cut + 2 * ttl + 3)
+        assert as_dict(table) == as_dict(back) == as_dict(copy)
+
+
 def test_an_expired_id_that_comes_back_begins_anew():
     table = roomy(ttl=3, optimizer=embstore.Adagrad(lr=1.0))
     table.find_or_insert([5])

@@ -435,6 +435,8 @@ class Table : public std::enable_shared_from_this<Table> {
   int64_t MissWindow() const;
   int64_t EraseLocked(std::span<const int64_t> keys);
   int64_t Sweep(uint64_t min_score);
+  // Which of the sweeps of a lifetime a batch of this score belongs to; 0: it is too early for any.
+  uint64_t SweepOf(uint64_t now) const;
   std::vector<int64_t> OldKeys(uint64_t min_score) const;
   void LockedResident(std::span<const int64_t> keys, uint8_t* found) const;
   // The distinct keys that are in the store and not in the table.
@@ -476,7 +478,7 @@ class Table : public std::enable_shared_from_this<Table> {
   std::vector<uint8_t> shared_used_;  // by number: a training batch has used it
   uint64_t layout_ = 0;               // changes when slots do
   uint64_t expired_below_ = 0;        // scores below it have outlived the ttl
-  uint64_t swept_ = 0;                // when ExpireOld last looked, in its own periods
+  uint64_t swept_ = 0;                // the last sweep of ExpireOld, see SweepOf
   TableStats stats_;
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends

@@ -21,6 +21,8 @@ from dynamicemb.wire import Wire, wire_of
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.ownership import OnRank
 
+# Strategies to which an id that comes twice is worth two.
+COUNTING = (embstore.ScoreStrategy.LFU, embstore.ScoreStrategy.AGED_LFU)
 PREFIX = "dynamicemb."  # of the names of our groups, beside TorchRec's sharding types
 
 
@@ -111,10 +113,9 @@ class DynamicSharding(EmbeddingSharding[Any, Any, torch.Tensor, torch.Tensor]):
         for config in self._configs:
             last = first + len(config.feature_names)
             table = self.tables[config.name]
-            counts = table.table.counts_uses or (
-                table.table.options.score_strategy == embstore.ScoreStrategy.LFU
-            )
-            if self._unique and not counts and table.options.admit_strategy is None:
+            engine = table.table.options
+            by_count = engine.evict_least_used or engine.score_strategy in COUNTING or engine.counts_keys
+            if self._unique and not by_count and table.options.admit_strategy is None:
                 cells.append([Cell(first, last, unique=True)])
             else:
                 cells.append([Cell(feature, feature + 1) for feature in range(first, last)])

@@ -5,18 +5,29 @@
 
 A part is 64 bytes of the counters with their number (uint32) before them. Counters do not know their keys, so
 they are of use to as many ranks as wrote them alone.
+
+    {table}_counter_keys.rank_0.world_size_2         int64: keys
+    {table}_counter_frequencies.rank_0.world_size_2  int64: how often each was seen
+
+These are of Table.exact_counts, for any number of ranks. In an increment they have what changed, and 0 says
+that a key was forgotten.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.errors import CheckpointError
+from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import RowFile
+from embstore.exact_counts import Counts, with_changes
 
 if TYPE_CHECKING:
     from embstore.checkpoint.reading import DumpTable
@@ -32,6 +43,50 @@ def admission_file(name: str, rank: int, world: int) -> str:
 
 def changes_file(name: str, rank: int, world: int) -> str:
     return f"{file_stem(name)}_admission_changes.rank_{rank}.world_size_{world}"
+
+
+def counter_files(name: str, rank: int, world: int) -> tuple[str, str]:
+    """The exact counts of one rank: int64 keys and frequencies."""
+    tail = f".rank_{rank}.world_size_{world}"
+    return f"{file_stem(name)}_counter_keys{tail}", f"{file_stem(name)}_counter_frequencies{tail}"
+
+
+def stored_counts(stored: DumpTable) -> Counts:
+    """The exact counts of all ranks; none where the dump has no such files.
+
+    Raises CheckpointError where some of its files are missing or damaged.
+    """
+    world = stored.world or 1
+    names = [counter_files(stored.name, rank, world) for rank in range(world)]
+    if not any(os.path.lexists(stored.folder / name) for pair in names for name in pair):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    least = 0 if stored.is_increment else 1
+    read = [_counts_of(stored.folder / keys, stored.folder / counts, least) for keys, counts in names]
+    keys, counts = (np.concatenate(column) for column in zip(*read))
+    order = np.argsort(keys, kind="stable")
+    return keys[order], counts[order]
+
+
+def _counts_of(keys: Path, counts: Path, least: int) -> Counts:
+    sizes = [file_size(path) for path in (keys, counts)]
+    if sizes[0] != sizes[1] or sizes[0] % 8:
+        raise CheckpointError(
+            f"{counts}: expected as many int64 as {keys.name} has keys, found {sizes[1]} bytes"
+        )
+    read = [RowFile(path, "<i8", sizes[0] // 8, 1).read(0, sizes[0] // 8)[:, 0] for path in (keys, counts)]
+    if (read[1] < least).any():
+        raise CheckpointError(f"{counts}: frequencies should be at least {least} but one is: {read[1].min()}")
+    return read[0], read[1]
+
+
+def merged_counts(base: DumpTable, increments: Sequence[DumpTable]) -> Counts | None:
+    """The exact counts after the increments; None where no entry has any."""
+    if not any("_counter_keys." in file for entry in (base, *increments) for file in entry.files()):
+        return None
+    counts = stored_counts(base)
+    for increment in increments:  # those written before increments had counts change nothing
+        counts = with_changes(counts, stored_counts(increment))
+    return counts
 
 
 def stored_counters(stored: DumpTable, file: str) -> Counters | None:

@@ -6,7 +6,7 @@ Replacement    a whole chain, built beside the tables that it replaces
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from embstore.checkpoint.reading import Dump, verify
 from embstore.checkpoint.sources import block_rows
 from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import Ranks
+from embstore.exact_counts import Counts, with_changes
 from embstore.ownership import owner
 from embstore.rows import Rows
 from embstore.table import Table
@@ -55,6 +56,7 @@ class Change:
             for match, blocks in zip(self._matches, self._read):
                 _apply(match, blocks, self._ranks)
                 match.restore()
+                match.restore_counts()
 
         self._ranks.agree(apply_all)
 
@@ -66,6 +68,7 @@ class Replacement:
     def __init__(self, chain: list[Dump], tables: Tables, ranks: Ranks, optim: bool) -> None:
         self._rank = ranks.rank
         self._built: list[tuple[Table, Match]] = []  # what is replaced, and the newest entry by what
+        self._counts: list[tuple[Table, Counts]] = []
         entries: list[list[Match]] = []
 
         def check() -> None:
@@ -73,6 +76,7 @@ class Replacement:
 
         def build() -> None:
             for base, *increments in zip(*entries):
+                self._counts.extend(_counts(base, increments))
                 self._built.append((base.table, _build(base, increments, ranks)))
 
         ranks.agree(check)
@@ -85,6 +89,9 @@ class Replacement:
         for table, newest in self._built:
             if newest.table is not table:
                 table.exchange(newest.table)
+        for table, counts in self._counts:
+            assert table.exact_counts is not None
+            table.exact_counts.replace(*counts)
         if self._rank == 0:
             for match in self._notes:
                 match.warn()
@@ -99,6 +106,16 @@ def _matches(dump: Dump, tables: Tables, ranks: Ranks, optim: bool) -> list[Matc
                 raise CheckpointError(f"{dump.path}: table {name!r} of {collection!r} is missing")
             found.append(fit(dump[collection][name], table, optim, ranks, ownership[collection][name]))
     return found
+
+
+def _counts(base: Match, increments: list[Match]) -> Iterator[tuple[Table, Counts]]:
+    """What the exact counts of a table become, if it has any."""
+    if base.counts is not None:
+        counts = base.counts
+        for increment in increments:
+            assert increment.counts is not None
+            counts = with_changes(counts, increment.counts)
+        yield base.table, counts
 
 
 def _build(base: Match, increments: list[Match], ranks: Ranks) -> Match:

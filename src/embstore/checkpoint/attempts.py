@@ -30,6 +30,8 @@ class Attempt:
                     taken = Taken(collection, TableSpec.of(table), table, table.snapshot_changes())
                     self.taken.append(taken)
                     taken.counters = table.take_admission_changes()
+                    if table.exact_counts is not None:
+                        taken.counts = table.exact_counts.take_changes()
 
     def restore(self) -> None:
         """Makes the changes part of the next attempt."""
@@ -38,6 +40,8 @@ class Attempt:
             taken.rows.restore()
             if taken.counters is not None:
                 taken.table.return_admission_changes(taken.counters)
+            if taken.counts is not None and taken.table.exact_counts is not None:
+                taken.table.exact_counts.return_changes(taken.counts[0])
             self.taken.pop()
 
 
@@ -45,3 +49,5 @@ def track(tables: Tables, on: bool = True) -> None:
     for named in tables.values():
         for table in named.values():
             table.track_changes(on)
+            if table.exact_counts is not None:
+                table.exact_counts.track_changes(on)

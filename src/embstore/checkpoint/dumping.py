@@ -15,7 +15,7 @@ from typing import Any
 from embstore import _core
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.remote import Upload, is_remote, shown_url
-from embstore.checkpoint.sources import Counts, Source, table_source
+from embstore.checkpoint.sources import Source, table_source
 from embstore.checkpoint.writing import DumpJob, DumpOptions
 from embstore.distributed.ranks import Ranks, ranks_of
 from embstore.durations import measured
@@ -29,7 +29,6 @@ Tables = Mapping[str, Mapping[str, Table]]  # collection -> table name -> table
 # How keys are spread over ranks: one rule, or one for each table of each collection.
 OwnershipOf = AnyOwnership | Mapping[str, Mapping[str, AnyOwnership]]
 
-CountsOf = Mapping[str, Mapping[str, Counts]]  # by collection and table
 
 MOST_THREADS = 4
 
@@ -184,7 +183,7 @@ def dump(
     async_: bool = False,
     overwrite: bool = False,
     progress: Wanted = False,
-    counts: CountsOf | None = None,
+    counts: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> DumpHandle | None:
     """Writes tables to a folder: {path}/{collection}/{table}_keys, _values and so on.
@@ -204,7 +203,7 @@ def dump(
         overwrite: swaps a folder that has files in one step.
         progress: True for a bar of tqdm on rank 0, or a function of (bytes done, bytes in all).
         storage_options: with a URL, passed to fsspec.
-        counts: for tables that have a counter of keys without a row, these keys and how often each was seen.
+        counts: with the counts of `Table.exact_counts`, where a table has them.
 
     Returns:
         A `DumpHandle` with async_, whose `wait` raises what went wrong; else None.
@@ -267,7 +266,7 @@ def _write(upload: Upload | None, ranks: Ranks, run: Callable[[], None]) -> None
 
 
 def snapshot_all(
-    tables: Tables, optim: bool, ranks: Ranks, ownership: OwnershipOf, counts: CountsOf | None = None
+    tables: Tables, optim: bool, ranks: Ranks, ownership: OwnershipOf, counts: bool = True
 ) -> list[Source]:
     """A source for every table, in an order that is the same on all ranks."""
     sources: list[Source] = []
@@ -276,11 +275,14 @@ def snapshot_all(
         finish_running()
         for collection in sorted(tables):
             for name in sorted(tables[collection]):
-                if tables[collection][name].name != name:
-                    raise ValueError(f"tables should be named as they are but {name!r} is not")
+                own = tables[collection][name].name
+                if own != name:
+                    raise ValueError(
+                        f"tables should have each table under its own name, {own!r}, "
+                        f"but in {collection!r} it is under: {name!r}"
+                    )
                 by = ownership_of(ownership, collection, name)
-                seen = (counts or {}).get(collection, {}).get(name)
-                sources.append(table_source(collection, tables[collection][name], optim, by, seen))
+                sources.append(table_source(collection, tables[collection][name], optim, by, counts))
 
     try:
         ranks.agree(take)

@@ -10,26 +10,28 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from embstore.checkpoint.admission import Counters, admission_file, changes_file, stored_counters
+from embstore.checkpoint.admission import (
+    Counters,
+    admission_file,
+    changes_file,
+    stored_counters,
+    stored_counts,
+)
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import file_stem
-from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.reading import DumpTable
 from embstore.checkpoint.shared import chosen, stored_shared
 from embstore.checkpoint.spec import CLOCK_STRATEGIES, ORIGINAL_TYPES, TableSpec
-from embstore.checkpoint.writing import counter_files
 from embstore.distributed.ranks import Ranks
+from embstore.exact_counts import Counts
 from embstore.formats.dynamicemb import other_optimizer
 from embstore.ownership import AnyOwnership, owner
 from embstore.rows import Rows
@@ -39,9 +41,6 @@ MOST_SCORE = (1 << 64) - 1
 # Strategies whose next score goes on from that of the dump.
 CARRIED_SCORES = ("step", "customized", "aged_lfu", "importance")
 MOST_STEP = (1 << 62) - 1
-
-# Takes keys without a row and how often each was seen, in place of what was counted so far.
-TakeCounts = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Match:
     admission      counters of keys without a row, or None
     admission_changes  of an increment: what changed of these counters, or None
     shared         shared rows by number, or None to leave those of the table
-    counts         of a counter beside the table: hands them over
+    counts         for Table.exact_counts: all of a dump, or what an increment changes; None to leave them
     notes          what the user should know: not everything came along
     """
 
@@ -70,7 +69,7 @@ class Match:
     counters: dict[str, Any]
     admission: Counters | None = None
     admission_changes: Counters | None = None
-    counts: Callable[[], None] | None = None
+    counts: Counts | None = None
     shared: Rows | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -95,8 +94,6 @@ class Match:
                 table.reseed(value)
             else:
                 setattr(table, name, value)
-        if self.counts is not None:
-            self.counts()
         self.restore_admission()
         if self.shared is not None:
             states = self.shared.states if self.optim else None
@@ -109,6 +106,16 @@ class Match:
             self.notes.append(_recounted(self.stored))
         if self.admission_changes is not None:  # the base has told if they do not fit
             table.apply_admission_changes(self.admission_changes)
+
+    def restore_counts(self) -> None:
+        """Makes the exact counts of the table those of the dump, or changes them as an increment says."""
+        exact = self.table.exact_counts
+        if exact is None or self.counts is None:
+            return
+        if self.stored.is_increment:
+            exact.apply_changes(*self.counts)
+        else:
+            exact.replace(*self.counts)
 
     def warn(self) -> None:
         for note in self.notes:
@@ -123,7 +130,7 @@ def fit(
     ownership: AnyOwnership,
     *,
     allow_other_optimizer: bool = False,
-    take_counts: TakeCounts | None = None,
+    counts: bool = True,
 ) -> Match:
     """How the rows go into the table. Raises CheckpointError where they do not fit."""
     spec = TableSpec.of(table)
@@ -159,7 +166,7 @@ def fit(
         _fresh_state(spec),
         _counters(stored, table, optim, keep_scores),
         notes=notes,
-        counts=None if take_counts is None else _counts(stored, ranks, ownership, take_counts),
+        counts=_counts(stored, ranks, ownership) if counts and table.exact_counts is not None else None,
     )
     return replace(
         match,
@@ -185,36 +192,11 @@ def _differs(stored: DumpTable, table: TableSpec) -> bool:
     return any(part.states and set(part.states) != ours for part in stored.found.parts)
 
 
-def _counts(stored: DumpTable, ranks: Ranks, ownership: AnyOwnership, take: TakeCounts) -> Callable[[], None]:
-    """Reads how often the keys of this rank were seen that have no row. Nothing where the dump has no counts.
-
-    Raises CheckpointError where some of its files are missing or damaged.
-    """
-    world = stored.world or 1
-    pairs = [
-        tuple(stored.folder / name for name in counter_files(stored.name, rank, world))
-        for rank in range(world)
-    ]
-    keys: npt.NDArray[np.int64] = np.empty(0, np.int64)
-    counts = keys
-    if any(os.path.lexists(path) for pair in pairs for path in pair):
-        read = [_counts_of(*pair) for pair in pairs]
-        keys, counts = (np.concatenate(column) for column in zip(*read))
-        mine = owner(keys, ranks.world, ownership) == ranks.rank
-        keys, counts = keys[mine], counts[mine]
-    return lambda: take(keys, counts)
-
-
-def _counts_of(keys: Path, counts: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    sizes = [file_size(path) for path in (keys, counts)]
-    if sizes[0] != sizes[1] or sizes[0] % 8:
-        raise CheckpointError(
-            f"{counts}: expected as many int64 as {keys.name} has keys, found {sizes[1]} bytes"
-        )
-    read = [RowFile(path, "<i8", sizes[0] // 8, 1).read(0, sizes[0] // 8)[:, 0] for path in (keys, counts)]
-    if (read[1] < 1).any():
-        raise CheckpointError(f"{counts}: frequencies should be at least 1 but one is: {read[1].min()}")
-    return read[0], read[1]
+def _counts(stored: DumpTable, ranks: Ranks, ownership: AnyOwnership) -> Counts:
+    """How often the keys of this rank were seen that have no row."""
+    keys, counts = stored_counts(stored)
+    mine = owner(keys, ranks.world, ownership) == ranks.rank
+    return keys[mine], counts[mine]
 
 
 def _require_rows(stored: DumpTable, table: TableSpec, optim: bool) -> None:

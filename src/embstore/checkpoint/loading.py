@@ -19,7 +19,7 @@ import numpy as np
 
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
 from embstore.checkpoint.errors import CheckpointError
-from embstore.checkpoint.fitting import Match, TakeCounts, fit
+from embstore.checkpoint.fitting import Match, fit
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import Array, Choose, Pieces
 from embstore.checkpoint.reading import Dump, DumpTable, verify
@@ -47,7 +47,7 @@ def load(
     check: bool = True,
     allow_missing: bool = False,
     allow_other_optimizer: bool = False,
-    counts: Mapping[str, Mapping[str, TakeCounts]] | None = None,
+    counts: bool = True,
     progress: Wanted = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
@@ -67,7 +67,7 @@ def load(
         check: compares checksums.
         allow_missing: a table of which the dump has no file stays as it is, with a warning.
         allow_other_optimizer: states of another optimizer than the table's start fresh, with a warning.
-        counts: for each table that has a counter of keys without a row: takes what the dump has.
+        counts: `Table.exact_counts` of tables that have them become those of the dump.
         progress: True for a bar of tqdm on rank 0, or a function of (rows done, rows in all).
         storage_options: with a URL, passed to fsspec.
 
@@ -121,7 +121,7 @@ def _load(
     check: bool,
     allow_missing: bool,
     allow_other_optimizer: bool,
-    counts: Mapping[str, Mapping[str, TakeCounts]] | None,
+    counts: bool,
     progress: Wanted,
 ) -> None:
     matches: list[Match] = []
@@ -130,7 +130,8 @@ def _load(
     def open_all() -> None:
         found, missing = find_tables(path, tables, optim)
         if missing and not allow_missing:
-            raise CheckpointError(f"{missing[0][1]}: is missing, {missing[0][0]} is not in the dump")
+            (what, file), *_ = missing
+            raise CheckpointError(f"{file}: is missing, {what} is not in the dump{_contents(path)}")
         absent.extend(missing)
         for collection, stored, table in found:
             matches.append(
@@ -141,7 +142,7 @@ def _load(
                     ranks,
                     ownership_of(ownership, collection, table.name),
                     allow_other_optimizer=allow_other_optimizer,
-                    take_counts=(counts or {}).get(collection, {}).get(table.name),
+                    counts=counts,
                 )
             )
 
@@ -183,10 +184,19 @@ def _load(
         raise
     for match in matches:
         match.restore()
+        match.restore_counts()
         if ranks.rank == 0:
             match.warn()
     for what, file in absent if ranks.rank == 0 else []:
         warnings.warn(f"{what} is not in the dump and keeps its rows: {file} is missing", stacklevel=3)
+
+
+def _contents(path: Path) -> str:
+    """What a dump has, for a message; nothing where that is not known."""
+    with contextlib.suppress(OSError, CheckpointError):
+        labels = [table.label for table in Dump(path).tables]
+        return f", which has: {', '.join(labels[:8])}{', …' if len(labels) > 8 else ''}"
+    return ""
 
 
 def find_tables(

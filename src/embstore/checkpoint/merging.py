@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from embstore.checkpoint.admission import Counters, merged_counters
+from embstore.checkpoint.admission import Counters, merged_counters, merged_counts
 from embstore.checkpoint.dumping import start
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.parts import RowFile
@@ -19,6 +20,7 @@ from embstore.checkpoint.sources import Source, block_rows, block_source
 from embstore.checkpoint.spec import TableSpec
 from embstore.checkpoint.writing import DumpOptions, removed_file
 from embstore.distributed.ranks import Ranks
+from embstore.exact_counts import Counts
 from embstore.formats.dynamicemb import WRITTEN
 from embstore.ownership import Ownership, owner
 from embstore.progress import Progress
@@ -114,6 +116,17 @@ class Merged:
             return None
         return merged_counters(self._base, self._increments, rank, world)
 
+    def counts(self, rank: int, world: int) -> Counts | None:
+        """The exact counts of keys without a row that one rank owns; None where no entry has any."""
+        if self._counts is None:
+            return None
+        mine = owner(self._counts[0], world, self.ownership) == rank
+        return self._counts[0][mine], self._counts[1][mine]
+
+    @cached_property
+    def _counts(self) -> Counts | None:
+        return merged_counts(self._base, self._increments)
+
     def empty(self) -> Rows:
         """No rows, as wide as the others."""
         width = sum(w for _, w in self.spec.states) if self._base.state_names else 0
@@ -171,6 +184,7 @@ def rewrite(
                 ownership=t.ownership,
                 shared=t.shared(rank, world),
                 admission=t.admission(rank, world),
+                counts=t.counts(rank, world),
             )
             for t, rows in zip(merged, sizes)
         ]

@@ -191,6 +191,11 @@ class DumpTable(Columns):
             for begin in range(0, reader.part.rows, block_rows):
                 yield reader.read(begin, min(begin + block_rows, reader.part.rows))
 
+    @property
+    def is_increment(self) -> bool:
+        """Whether it has what changed since another entry of a log."""
+        return self.manifest is not None and "previous" in self.manifest.increment
+
     def files(self) -> dict[str, dict[str, int]]:
         """Every file of the table with its size and checksum, as the manifest has them."""
         return self.entry.files if self.entry else {}
@@ -359,7 +364,7 @@ def verify(
             crc = combine(pieces.get(str(path), []))
             if crc != stored["crc32"]:
                 raise CheckpointError(
-                    f"{path}: its checksum is wrong: crc32 should be {stored['crc32']} but is: {crc}"
+                    f"{path}: its checksum is wrong: expected {stored['crc32']:08x}, found {crc:08x}"
                 )
             total += stored["bytes"]
     return total

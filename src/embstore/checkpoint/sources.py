@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from embstore.arrays import address
 from embstore.checkpoint.spec import TableSpec
+from embstore.exact_counts import Counts
 from embstore.ownership import AnyOwnership, Ownership
 from embstore.rows import Rows
 from embstore.table import Table
 
 BLOCK_BYTES = 4 << 20
-Counts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # keys and how often each was seen
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Source:
     """Rows of a table that one rank writes: how many, and a reader that several threads may call until
     it fills a buffer with no more rows. `gone` gives the tombstones of an increment. Of keys that have no
     row yet, `admission` has the counters of the table (Table.admission_counters), `admission_changes` what
-    changed of them, and `counts` are keys and frequencies of a counter beside it, if there are any."""
+    changed of them, and `counts` are those of Table.exact_counts, or their changes."""
 
     collection: str
     spec: TableSpec
@@ -54,7 +54,7 @@ class Source:
 
 
 def table_source(
-    collection: str, table: Table, optim: bool, ownership: AnyOwnership, counts: Counts | None = None
+    collection: str, table: Table, optim: bool, ownership: AnyOwnership, with_counts: bool = True
 ) -> Source:
     """The rows of a table, and of the store below it, as they are now, whatever happens to them later."""
     snapshot: list[Any] = [table.snapshot()]
@@ -66,7 +66,7 @@ def table_source(
         snapshot.clear,
         ownership=ownership,
         admission=table.admission_counters(),
-        counts=counts,
+        counts=table.exact_counts.items() if table.exact_counts is not None and with_counts else None,
         shared=Rows(*snapshot[0].shared) if table.options.shared_rows else None,
     )
 
@@ -80,6 +80,7 @@ class Taken:
     table: Table
     rows: Any
     counters: npt.NDArray[np.uint16] | None = None
+    counts: Counts | None = None
 
 
 def changes_source(taken: Taken, ownership: AnyOwnership) -> Source:
@@ -94,6 +95,7 @@ def changes_source(taken: Taken, ownership: AnyOwnership) -> Source:
         gone=snapshot.removed,
         ownership=ownership,
         admission_changes=taken.counters,
+        counts=taken.counts,
         shared=Rows(*snapshot.shared) if spec.shared_rows else None,
     )
 
@@ -119,6 +121,7 @@ def block_source(
     ownership: AnyOwnership = Ownership.ROUNDROBIN,
     shared: Rows | None = None,
     admission: npt.NDArray[np.uint16] | None = None,
+    counts: Counts | None = None,
 ) -> Source:
     """Rows that come in blocks, such as those of another dump."""
     lock = threading.Lock()
@@ -144,7 +147,14 @@ def block_source(
             return n
 
     return Source(
-        collection, spec, lambda: rows, read, ownership=ownership, shared=shared, admission=admission
+        collection,
+        spec,
+        lambda: rows,
+        read,
+        ownership=ownership,
+        admission=admission,
+        counts=counts,
+        shared=shared,
     )
 
 

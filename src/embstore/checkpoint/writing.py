@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.checkpoint import manifest
-from embstore.checkpoint.admission import admission_file, changes_file
+from embstore.checkpoint.admission import admission_file, changes_file, counter_files
 from embstore.checkpoint.drafts import Draft
 from embstore.checkpoint.files import combine, crc32, write_at, write_durably
 from embstore.checkpoint.names import file_stem
@@ -130,6 +130,7 @@ class DumpJob:
         self._options = options
         self._draft: Draft | None = None
         self._written = 0
+        self._counting = threading.Lock()  # several threads write
         self._progress: Progress | None = None
         self._between_blocks: Callable[[], None] | None = None
         names: dict[int, list[tuple[str, str]]] = {}
@@ -270,9 +271,11 @@ class DumpJob:
             buffer = empty_block(source.spec, self._options.optim)
             try:
                 while not failed.is_set() and (n := source.read(buffer)):
-                    self._written += writer.write(buffer[:n])
-                    if self._progress:
-                        self._progress(self._written, total)
+                    more = writer.write(buffer[:n])
+                    with self._counting:
+                        self._written += more
+                        if self._progress:
+                            self._progress(self._written, total)
                     if self._between_blocks:
                         self._between_blocks()
             except BaseException:
@@ -340,12 +343,6 @@ def _size(source: Source) -> tuple[int, int]:
 def removed_file(name: str) -> str:
     """The tombstones of a table in an increment: int64 keys."""
     return f"{file_stem(name)}_removed"
-
-
-def counter_files(name: str, rank: int, world: int) -> tuple[str, str]:
-    """The counter of one rank for keys of a table that have no row yet: int64 keys and frequencies."""
-    tail = f".rank_{rank}.world_size_{world}"
-    return f"{file_stem(name)}_counter_keys{tail}", f"{file_stem(name)}_counter_frequencies{tail}"
 
 
 def write_array(path: Path, array: npt.NDArray[Any]) -> tuple[int, int, int]:

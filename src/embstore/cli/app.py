@@ -103,6 +103,7 @@ DumpPath = Annotated[
     ),
 ]
 
+LogPath = Annotated[Path, typer.Argument(parser=_local, metavar="PATH", help="the folder or URL of a log")]
 OtherDump = Annotated[Path, typer.Argument(parser=_local, metavar="OTHER", help="what to compare it with")]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +57,7 @@ def inspect(path: DumpPath, as_json: Json = False) -> None:
                     "optimizer": spec.optimizer["name"] if spec else "?",
                     "states": ", ".join(table.state_names) or "-",
                     "scores": spec.score_strategy if spec else "yes" if table.has_scores else "-",
+                    "score": spec.score if spec else 0,
                     "layout": table.layout,
                     "world": table.world,
                     "bytes": table.bytes,
@@ -84,25 +87,25 @@ def _print_table(row: dict[str, Any]) -> None:
             ),
         },
     )
-    _print_histogram(row["histogram"])
+    _print_histogram(row["histogram"], partial(score_text, strategy=row["scores"], now=row["score"]))
 
 
-def _print_histogram(ranges: list[tuple[int, int, int]]) -> None:
+def _print_histogram(ranges: list[tuple[int, int, int]], text: Callable[..., str]) -> None:
     """A bar for each range of scores, behind its lowest."""
     if not ranges:
         return
     most = max(count for _, _, count in ranges)
-    lows = _told_apart([low for low, _, _ in ranges])
+    lows = _told_apart([low for low, _, _ in ranges], text)
     counts = [f"{count:,}" for _, _, count in ranges]
     for low, count, (_, _, n) in zip(lows, counts, ranges):
         line = f"    from {low:>{max(map(len, lows))}}  {count:>{max(map(len, counts))}}  "
         typer.echo((line + "█" * (BAR * n // most)).rstrip())
 
 
-def _told_apart(scores: list[int]) -> list[str]:
+def _told_apart(scores: list[int], text: Callable[..., str]) -> list[str]:
     """Scores as texts; times with as many digits as it takes to see that they differ."""
     for digits in (0, 3, 6, 9):
-        texts = [score_text(score, digits) for score in scores]
+        texts = [text(score, digits) for score in scores]
         if len(set(texts)) == len(scores):
             break
     return texts
@@ -127,16 +130,17 @@ def verify(path: DumpPath, as_json: Json = False) -> None:
 @app.command(context_settings={"ignore_unknown_options": True})
 def get(
     path: DumpPath,
-    keys: Annotated[list[str], typer.Argument(metavar="KEYS...", help="int64 keys", show_default=False)],
+    keys: Annotated[list[str], typer.Argument(metavar="KEYS", help="int64 keys", show_default=False)],
     table: OneTable = "",
     as_json: Json = False,
 ) -> None:
-    """Print the vectors and scores of keys. Exit code 1 if no table has one of them."""
+    """Print the vectors and scores of keys. Exit code 1 if a key is in no table."""
     with refusals(as_json):
         wanted = [_as_key(text) for text in keys]
-        rows, found = [], set()
+        rows, found, texts = [], set(), {}
         with working("reading"):
             for stored in selected(open_any(path).tables, table):
+                texts[stored.label] = _score_text_of(stored)
                 for key, at in zip(wanted, stored.locate(wanted).tolist()):
                     if at >= 0:
                         found.add(key)
@@ -148,12 +152,18 @@ def get(
     before = None
     for row in [] if as_json else rows:
         vector = " ".join(float_text(x) for x in row["vector"])
-        facts = {"key": str(row["key"]), "score": score_text(row["score"]), "vector": vector}
+        facts = {"key": str(row["key"]), "score": texts[row["table"]](row["score"]), "vector": vector}
         print_card("" if row["table"] == before else row["table"], facts)
         before = row["table"]
     missing = [key for key in wanted if key not in found]
     if missing:
         raise refused("missing", " ".join(map(str, missing)), DIFFERENT, as_json)
+
+
+def _score_text_of(stored: Columns) -> Callable[..., str]:
+    """How scores of a table are shown."""
+    spec = stored.spec
+    return partial(score_text, strategy=spec.score_strategy, now=spec.score) if spec else score_text
 
 
 def _as_key(text: str) -> int:
@@ -178,12 +188,14 @@ def top(
         if by not in ("score", "norm"):
             raise ValueError(f"--by should be score or norm but is: {by!r}")
         as_integer(n, 1, 2**63 - 1, "-n")
-        found = {t.label: _largest(t, by, n) for t in selected(open_any(path).tables, table)}
+        tables = selected(open_any(path).tables, table)
+        found = {t.label: _largest(t, by, n) for t in tables}
+        texts = {t.label: _score_text_of(t) for t in tables}
     if as_json:
         return print_json([{"table": label, **row} for label, rows in found.items() for row in rows])
     for label, rows in found.items():
         typer.echo(label)
-        shown = [[str(r["key"]), score_text(r["score"]), float_text(r["norm"])] for r in rows]
+        shown = [[str(r["key"]), texts[label](r["score"]), float_text(r["norm"])] for r in rows]
         print_columns(["key", "score", "norm"], shown)
 
 
@@ -302,7 +314,7 @@ def stats(
         drawn = []
         for table in open_any(path).tables:
             norms = np.linalg.norm(table.values, axis=1) if table.rows else np.zeros(0)
-            drawn.append((table.label, norms, table.scores))
+            drawn.append((table.label, norms, table.scores, _score_text_of(table)))
             rows.append(
                 {
                     "table": table.label,
@@ -330,7 +342,7 @@ def stats(
         )
 
 
-def _save(drawn: list[tuple[str, Any, Any]], path: Path) -> None:
+def _save(drawn: list[tuple[str, Any, Any, Callable[[int], str]]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

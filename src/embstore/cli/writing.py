@@ -10,7 +10,7 @@ import typer
 from embstore.arrays import as_integer
 from embstore.checkpoint import converting, rewriting
 from embstore.checkpoint.reading import is_log
-from embstore.cli.app import Bars, DumpPath, Json, Target, app, print_json, refusals
+from embstore.cli.app import Bars, DumpPath, Json, LogPath, Target, app, plural, print_json, refusals
 from embstore.readable import bytes_text
 
 
@@ -21,11 +21,11 @@ def _written(target: Path, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(target), "files": len(files), "bytes": size})
     else:
-        typer.echo(f"{target}: {bytes_text(size)} in {len(files):,} files")
+        typer.echo(f"{target}: {bytes_text(size)} in {plural(len(files), 'file')}")
 
 
 @app.command()
-def merge(log: DumpPath, target: Target, as_json: Json = False) -> None:
+def merge(log: LogPath, target: Target, as_json: Json = False) -> None:
     """Write a dump of the newest state of a log: its base and all increments."""
     with refusals(as_json):
         if not is_log(log):

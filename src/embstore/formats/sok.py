@@ -4,6 +4,7 @@
     weights/user_0-weight    header, then the vectors (float32), in the order of the keys
     weights/user_0-Adam-m    header, then one state of each row
     weights/manifest.json    checksums, the number of ranks, steps of the optimizer (ours, optional)
+    weights/user_0-score     header, then the score of each row: where options decide which rows stay (ours)
 
 A header is the name of the table (256 bytes), the kind of file (u32, big-endian), the name of the state
 (32 bytes) and the element type (u32, big-endian); names are padded with spaces on the left.
@@ -77,6 +78,11 @@ def file_prefix(name: str) -> str:
     return name.translate(str.maketrans(string.punctuation, "_" * len(string.punctuation)))
 
 
+def part_file(prefix: str, kind: str, rank: int, world: int) -> str:
+    """The file of one rank that has no header, such as its "shared" rows."""
+    return f"{prefix}-{kind}.rank_{rank}.world_size_{world}"
+
+
 def pack_header(kind: FileKind, dtype: npt.DTypeLike, slot: str = "") -> bytes:
     """The 296 bytes in front of an array."""
     code = np.dtype(dtype).newbyteorder("<").str
@@ -139,6 +145,11 @@ class TableReader:
             for path in sorted(directory.glob(f"{prefix}-*-*"))
         }
         self.keys: Array = keys.read(0, rows)[:, 0]
+        score = directory / f"{prefix}-score"
+        self._scores = open_array(score, FileKind.STATE, rows) if os.path.lexists(score) else None
+        if self._scores is not None and rows and (self._scores.dtype, self._scores.shape[1]) != ("<u8", 1):
+            raise CheckpointError(f"{score}: expected one uint64 for each key, found {self._scores.dtype}")
+        self._directory = directory
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -163,6 +174,18 @@ class TableReader:
         end = min(end, len(self))
         states = {name: file.read(begin, end) for name, file in self._states.items()}
         return self.keys[begin:end], self._values.read(begin, end), states
+
+    def scores(self, begin: int, end: int) -> Array | None:
+        """Scores of rows begin to end; None where the dump has none."""
+        return None if self._scores is None else self._scores.read(begin, min(end, len(self)))[:, 0]
+
+    def part(self, kind: str, rank: int, world: int) -> Array | None:
+        """The bytes of a file of one rank, such as its "shared" rows; None where there is none."""
+        path = self._directory / part_file(self.prefix, kind, rank, world)
+        if not os.path.lexists(path):
+            return None
+        size = file_size(path)
+        return RowFile(path, "u1", size, 1).read(0, size)[:, 0]
 
     def engine_states(self) -> tuple[str, list[str]]:
         """The arithmetic of the engine whose states are all there, and the names of those states."""
@@ -209,12 +232,14 @@ class DumpReader:
 
 
 class _FileWriter:
-    def __init__(self, path: Path, kind: FileKind, dtype: npt.DTypeLike, slot: str = "") -> None:
+    def __init__(self, path: Path, kind: FileKind | None, dtype: npt.DTypeLike, slot: str = "") -> None:
+        """`kind` None: without a header."""
         self.name = path.name
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.bytes = self.crc = 0
         self._file = path.open("wb")
-        self._write(np.frombuffer(pack_header(kind, dtype, slot), np.uint8))
+        if kind is not None:
+            self._write(np.frombuffer(pack_header(kind, dtype, slot), np.uint8))
 
     def _write(self, data: Array) -> None:
         self._file.write(data.data)
@@ -239,9 +264,17 @@ class TableWriter:
     """Takes the rows of one variable, block by block."""
 
     def __init__(
-        self, directory: Path, name: str, key_dtype: npt.DTypeLike, optimizer: str, slots: Sequence[str]
+        self,
+        directory: Path,
+        name: str,
+        key_dtype: npt.DTypeLike,
+        optimizer: str,
+        slots: Sequence[str],
+        with_scores: bool = False,
     ) -> None:
         prefix = file_prefix(name)
+        self._directory, self._prefix = directory, prefix
+        self.parts: list[_FileWriter] = []
         self.files = [
             _FileWriter(directory / f"{prefix}-key", FileKind.KEY, key_dtype),
             _FileWriter(directory / f"{prefix}-weight", FileKind.WEIGHT, np.float32),
@@ -249,14 +282,23 @@ class TableWriter:
         for slot in slots:
             path = directory / f"{prefix}-{optimizer}-{slot}"
             self.files.append(_FileWriter(path, FileKind.STATE, np.float32, slot))
+        if with_scores:
+            path = directory / f"{prefix}-score"
+            self.files.append(_FileWriter(path, FileKind.STATE, np.uint64, "score"))
 
     def append(self, keys: Array, values: Array, states: Sequence[Array] = ()) -> None:
-        """keys (n), values (n, dim) and one (n, width) for each slot."""
+        """keys (n), values (n, dim), one (n, width) for each slot and, with scores, these (n)."""
         arrays = [keys, values, *states]
         if len(arrays) != len(self.files) or any(len(array) != len(keys) for array in arrays):
             raise ValueError(f"states should be {len(self.files) - 2} arrays of {len(keys)} rows")
         for file, array in zip(self.files, arrays):
             file.append(array)
+
+    def add_part(self, kind: str, rank: int, world: int, data: Array) -> None:
+        """A file of one rank, see `part_file`."""
+        path = self._directory / part_file(self._prefix, kind, rank, world)
+        self.parts.append(_FileWriter(path, None, np.uint8))
+        self.parts[-1].append(data)
 
 
 class DumpWriter:
@@ -270,6 +312,7 @@ class DumpWriter:
         self.facts: dict[str, Any] = {}  # for the manifest
         self._draft: Draft | None = None
         self._tables: dict[str, TableWriter] = {}
+        self._facts: dict[str, dict[str, Any]] = {}  # by variable
 
     def __enter__(self) -> DumpWriter:
         odd = [e.name for e in self.path.iterdir() if not e.is_file()] if self.path.is_dir() else []
@@ -279,25 +322,37 @@ class DumpWriter:
         return self
 
     def table(
-        self, name: str, key_dtype: npt.DTypeLike, *, optimizer: str = "", slots: Sequence[str] = ()
+        self,
+        name: str,
+        key_dtype: npt.DTypeLike,
+        *,
+        optimizer: str = "",
+        slots: Sequence[str] = (),
+        facts: dict[str, Any] | None = None,
     ) -> TableWriter:
-        """A variable to write. REQUIRES that the writer was entered."""
+        """A variable to write; with `facts`, which the manifest gets, its rows have scores. REQUIRES that the
+        writer was entered."""
         assert self._draft is not None
         prefix = file_prefix(name)
         if prefix in self._tables:
             raise ValueError(f"names of variables should differ in the dump but two are: {prefix}")
-        self._tables[prefix] = TableWriter(self._draft.path, name, key_dtype, optimizer, slots)
+        with_scores = facts is not None
+        self._tables[prefix] = TableWriter(self._draft.path, name, key_dtype, optimizer, slots, with_scores)
+        if facts is not None:
+            self._facts[prefix] = facts
         return self._tables[prefix]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._draft is not None
-        opened = [file for table in self._tables.values() for file in table.files]
+        opened = [file for table in self._tables.values() for file in (*table.files, *table.parts)]
         try:
             if error is None:
                 files = {file.name: file.close() for file in opened}
                 files = {**self._keep_others(self._draft.path), **files}
+                if tables := {**self._facts_of_others(), **self._facts}:
+                    self.facts["tables"] = tables
                 manifest = {"format": MANIFEST_FORMAT, "version": 1, **self.facts, "files": files}
                 write_durably(self._draft.path / MANIFEST, sealed(manifest))
                 self._draft.publish()
@@ -312,6 +367,10 @@ class DumpWriter:
         for file in opened:
             file.abandon()
         self._draft.discard()
+
+    def _facts_of_others(self) -> dict[str, Any]:
+        old = (read_manifest(self.path) or {}) if self.path.exists() else {}
+        return {name: facts for name, facts in old.get("tables", {}).items() if name not in self._tables}
 
     def _keep_others(self, folder: Path) -> dict[str, Any]:
         """Links what belongs to other variables; returns their entries of the old manifest."""
@@ -342,6 +401,13 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     try:
         if "iterations" in manifest:
             count(manifest, "iterations")
+        for facts in checked({"tables": manifest.get("tables", {})}, "tables", dict).values():
+            checked({"facts": facts}, "facts", dict)
+            if "score" in facts:
+                count(facts, "score", 1, (1 << 64) - 1)
+            if "shared_rows" in facts:
+                count(facts, "shared_rows", 1, 1 << 16)
+                count(facts, "state_width", most=MOST_FLOATS)
         for name, entry in checked(manifest, "files", dict).items():
             if "/" in name or "\0" in name or name in ("", ".", ".."):
                 raise ValueError(f"files should be names in the folder but one is: {name!r}")

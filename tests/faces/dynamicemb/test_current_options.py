@@ -107,7 +107,7 @@ def test_every_table_has_a_score_and_it_is_a_threshold() -> None:
     assert (scores["STEP"], scores["LFU"]) == (1, 1) and min(
         scores["TIMESTAMP"], scores["NO_EVICTION"]
     ) > 1 << 60
-    module(torch.arange(4), torch.arange(5)).sum().backward()
+    module(torch.arange(5), torch.arange(6)).sum().backward()
     answer = incremental_dump(module, get_score(module) or {})
     assert answer is not None
     rows, after = answer

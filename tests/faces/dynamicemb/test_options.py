@@ -67,6 +67,7 @@ def test_enumerations_have_the_documented_values() -> None:
         "CUSTOMIZED",
         "LFU",
         "NO_EVICTION",
+        "IMPORTANCE",  # ours
     ]
     assert (torch.int64, 512) == (dynamicemb.DEFAULT_INDEX_TYPE, dynamicemb.BATCH_SIZE)
 
@@ -163,7 +164,7 @@ def test_shared_rows_and_admission_by_frequency_reach_the_engine() -> None:
     engine = engine_options("t", 4, plain, {"optimizer": EmbOptimType.SGD}, 0)
     assert (engine.admission.name, engine.shared_rows) == ("ALL", 0)
     assert engine.score_strategy.name == "TIMESTAMP"
-    with pytest.raises(ValueError, match="score_strategy should be LFU with half_life or admission"):
+    with pytest.raises(ValueError, match="admission should be 'frequency' only with"):
         DynamicEmbTableOptions(admission="frequency")
 
 
