@@ -62,7 +62,7 @@ FrequencySketch Table::EmptySketch() const {
 
 void Table::Recall(Newcomers& fresh) {
   const int64_t n = fresh.size(), now = clock_.half_life();
-  const auto key_of = [&](int64_t j) { return fresh.keys[static_cast<size_t>(j)]; };
+  const auto key_of = [&](int64_t j) { return fresh.at(static_cast<size_t>(j)).key; };
   if (!sketch_) {
     if (fresh.plain == n) return;  // every key has a row so far
     sketch_ = EmptySketch();
@@ -70,7 +70,7 @@ void Table::Recall(Newcomers& fresh) {
   constexpr int64_t kAhead = 16;
   for (int64_t j = 0; j < n; ++j) {
     if (j + kAhead < n) sketch_->Prefetch(key_of(j + kAhead));
-    uint64_t& score = fresh.scores[static_cast<size_t>(j)];
+    uint64_t& score = fresh.at(static_cast<size_t>(j)).score;
     if (j < fresh.plain) {
       const double before = sketch_->Take(key_of(j), now);
       if (before > 0) score = AddAged(score, AgedScore(before, now));
@@ -79,33 +79,40 @@ void Table::Recall(Newcomers& fresh) {
     }
   }
   // The most frequent of a class comes first; ties in the order of the batch.
-  const auto goes_first = [&](uint32_t a, uint32_t b) {
-    const size_t class_a = ClassOf(fresh.hashes[a]), class_b = ClassOf(fresh.hashes[b]);
+  using Newcomer = Newcomers::Newcomer;
+  const auto goes_first = [&](const Newcomer& a, const Newcomer& b) {
+    const size_t class_a = ClassOf(a.hash), class_b = ClassOf(b.hash);
     if (class_a != class_b) return class_a < class_b;
-    return fresh.scores[a] != fresh.scores[b] ? fresh.scores[a] > fresh.scores[b] : a < b;
+    return a.score != b.score ? a.score > b.score : a.number < b.number;
   };
   const int bits = std::min(fresh.order_bits, class_bits_);
-  const auto run_of = [&](uint32_t j) { return bits ? fresh.hashes[j] >> (64 - bits) : 0; };
-  for (auto begin = fresh.order.begin(); begin != fresh.order.end();) {
+  const auto run_of = [&](const Newcomer& own) { return bits ? own.hash >> (64 - bits) : 0; };
+  for (auto begin = fresh.placed.begin(); begin != fresh.placed.end();) {
     auto end = begin + 1;
-    while (end != fresh.order.end() && run_of(*end) == run_of(*begin)) ++end;
+    while (end != fresh.placed.end() && run_of(*end) == run_of(*begin)) ++end;
     if (end - begin > 1) std::sort(begin, end, goes_first);
     begin = end;
+  }
+  for (size_t i = 0; i < fresh.placed.size(); ++i) {
+    fresh.place[fresh.placed[i].number] = static_cast<uint32_t>(i);
   }
 }
 
 void Table::Remember(const Newcomers& fresh) {
   if (!sketch_) return;
   const int64_t now = clock_.half_life();
+  const auto gone_for = [&](int64_t j) -> const Evicted& {
+    return fresh.fates[fresh.place[static_cast<size_t>(j)]].evicted;
+  };
   constexpr int64_t kAhead = 16;
   for (int64_t j = fresh.plain; j < fresh.size(); ++j) {
     if (j + kAhead < fresh.size()) {
-      sketch_->Prefetch(fresh.evicted[static_cast<size_t>(j + kAhead - fresh.plain)].entry.key);
-      sketch_->Prefetch(fresh.keys[static_cast<size_t>(j + kAhead)]);
+      sketch_->Prefetch(gone_for(j + kAhead).entry.key);
+      sketch_->Prefetch(fresh.at(static_cast<size_t>(j + kAhead)).key);
     }
-    const Evicted& gone = fresh.evicted[static_cast<size_t>(j - fresh.plain)];
+    const Evicted& gone = gone_for(j);
     if (gone.slot == kNoSlot) continue;
-    sketch_->Take(fresh.keys[static_cast<size_t>(j)], now);
+    sketch_->Take(fresh.at(static_cast<size_t>(j)).key, now);
     sketch_->Add(gone.entry.key, AgedAmount(gone.entry.score, now), now);
   }
 }

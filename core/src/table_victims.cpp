@@ -68,7 +68,7 @@ Slot Table::Smallest(size_t in_class, uint64_t most) {
           }
           continue;
         }
-        if (pins_.IsHeld(entry.row)) continue;  // it may go after this batch
+        if (pins_.IsHeld(entry.row, entry.score)) continue;  // it may go after this batch
         queues_->Remove(in_class, at);
         return slot;
       }
@@ -78,7 +78,8 @@ Slot Table::Smallest(size_t in_class, uint64_t most) {
     FillQueue(in_class);
   }
   // All of the queue are held.
-  return SearchClass(in_class, most, [&](Row row) { return pins_.IsHeld(row); });
+  return SearchClass(in_class, most,
+                     [&](const IndexEntry& entry) { return pins_.IsHeld(entry.row, entry.score); });
 }
 
 template <typename IsHeld>
@@ -89,7 +90,7 @@ Slot Table::SearchClass(size_t in_class, uint64_t most, const IsHeld& is_held) c
       FirstOf(in_class), LastOf(in_class), [](uint64_t score) { return score != 0; },
       [&](Slot slot, const IndexEntry& entry) {
         const VictimQueues::Rank rank{Worth(entry), HashKey(entry.key)};
-        if (rank.worth > most || (best != kNoSlot && rank > smallest) || is_held(entry.row)) return;
+        if (rank.worth > most || (best != kNoSlot && rank > smallest) || is_held(entry)) return;
         best = slot;
         smallest = rank;
       });
@@ -119,8 +120,9 @@ Slot Table::Victim(uint64_t hash) {
   // grows instead.
   if (MayExceedBudget()) return slot;
   for (size_t step = 0; slot == kNoSlot && step < neighbours; ++step) {
-    slot =
-        SearchClass(neighbour(step), UINT64_MAX, [&](Row row) { return pins_.IsHeldByCall(row); });
+    slot = SearchClass(neighbour(step), UINT64_MAX, [&](const IndexEntry& entry) {
+      return pins_.IsHeldByCall(entry.row, entry.score);
+    });
   }
   return slot;
 }
