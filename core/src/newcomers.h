@@ -22,6 +22,10 @@ struct Table::Newcomers {
     Evicted evicted;  // slot == kNoSlot: none
     bool aside;       // its stripe has no room for it
   };
+  struct SketchUse {
+    uint64_t hash;
+    uint32_t number;
+  };
 
   std::vector<uint32_t> first;   // first occurrences, ascending
   std::vector<uint32_t> number;  // which of them missing[i] is
@@ -34,7 +38,9 @@ struct Table::Newcomers {
   std::vector<uint32_t> place;    // where in `placed` a number is
   int order_bits = 0;             // so many leading bits of the hashes are sorted
 
-  RecycledBuffer scratch;  // a vector for each task of FillRows
+  RecycledBuffer scratch;      // a vector for each task of FillRows
+  RecycledBuffer sketch_uses;  // for each part of the sketch, two a newcomer
+  size_t sketch_parts = 0;
 
   int64_t size() const { return std::ssize(first); }
   const Newcomer& at(size_t number) const { return placed[place[number]]; }

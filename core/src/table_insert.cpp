@@ -93,10 +93,19 @@ void Table::Place(Newcomers& fresh, Eviction eviction) {
     while (i > 0 && i < n && unit(i) == unit(i - 1)) ++i;
     return i;
   };
+  const bool by_score = eviction == Eviction::kSmaller && fresh.plain < fresh.size();
+  std::vector<size_t> begins;  // before anything is sorted
+  for (int64_t part = 0; part <= parts; ++part) begins.push_back(begin_of(part));
   std::atomic<bool> aside{false};
   ParallelFor(parts, [&](int64_t part) {
-    if (PlacePart(fresh, eviction, begin_of(part), begin_of(part + 1))) aside = true;
+    const size_t begin = begins[static_cast<size_t>(part)];
+    const size_t end = begins[static_cast<size_t>(part) + 1];
+    if (by_score) SortByScore(fresh, begin, end);
+    if (PlacePart(fresh, eviction, begin, end)) aside = true;
   });
+  for (size_t i = 0; by_score && i < n; ++i) {
+    fresh.place[fresh.placed[i].number] = static_cast<uint32_t>(i);
+  }
   if (!aside) return;
   for (size_t i = 0; i < n; ++i) {
     const Evicted& gone = fresh.fates[i].evicted;
@@ -233,9 +242,9 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
     if (!queues_) queues_.emplace(class_bits_);
     pins_.BeginBatch(rows, row_capacity_, LeastScoreOfHit(score));
   }
+  if (unadmitted) Recall(fresh);
   std::vector<Evicted> evicted;
   try {
-    if (unadmitted) Recall(fresh);
     Place(fresh, unadmitted ? Eviction::kSmaller : Eviction::kAny);
     for (int64_t j = fresh.plain; j < n; ++j) {
       const Evicted& gone = fresh.fates[fresh.place[static_cast<size_t>(j)]].evicted;

@@ -331,8 +331,12 @@ class Table : public std::enable_shared_from_this<Table> {
   void Evict(Slot slot, size_t place, Newcomers& fresh);
   // Adds what the sketch knows to the scores of newcomers, and what it learns from them.
   void Recall(Newcomers& fresh);
+  void SortByScore(Newcomers& fresh, size_t begin, size_t end) const;
   // Tells the sketch which keys have rows now, and which have lost theirs.
   void Remember(const Newcomers& fresh);
+  template <typename KeyOf, typename Wanted, typename Use>
+  void UseSketch(const Newcomers& fresh, size_t count, const KeyOf& key_of, const Wanted& wanted,
+                 const Use& use);
   void Place(Newcomers& fresh, Eviction eviction);
   // Whether the overflow area is involved, which Place has to see to.
   bool PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end);
