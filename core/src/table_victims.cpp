@@ -27,8 +27,8 @@ int Table::PartBits() const {
 }
 
 void Table::FillQueue(size_t in_class) {
-  constexpr size_t kAtOnce = 2 * VictimQueues::kEntries;
-  VictimQueues::Candidate all[kAtOnce];
+  constexpr size_t kAtOnce = 256;  // more than most classes have
+  VictimQueues::Entry all[kAtOnce];
   size_t count = 0;
   uint64_t most = UINT64_MAX;  // what is worth more is not among the smallest
   const bool by_score = !counts_apart();
@@ -38,12 +38,11 @@ void Table::FillQueue(size_t in_class) {
       [&](Slot, const IndexEntry& entry) {
         const uint64_t worth = Worth(entry);
         if (worth > most) return;
-        all[count++] = {{worth, HashKey(entry.key)}, entry.key};
+        all[count++] = {worth, entry.key};
         if (count < kAtOnce) return;
         constexpr size_t kKept = VictimQueues::kEntries + 1;
-        std::nth_element(all, all + kKept - 1, all + kAtOnce,
-                         [](const auto& a, const auto& b) { return a.rank < b.rank; });
-        most = all[kKept - 1].rank.worth;
+        std::nth_element(all, all + kKept - 1, all + kAtOnce, VictimQueues::RanksBelow);
+        most = all[kKept - 1].worth;
         count = kKept;
       });
   queues_->Fill(in_class, {all, count});

@@ -22,21 +22,18 @@ using Entry = VictimQueues::Entry;
 using Rank = VictimQueues::Rank;
 
 TEST(A queue holds the smallest keys of its class and nothing else) {
-  for (const int64_t known : {0, 1, 7, 29, 30, 31, 97}) {
+  for (const int64_t known : {0, 1, 7, 29, 30, 31, 59, 60, 61, 97, 1023}) {
     std::mt19937_64 random(static_cast<uint64_t>(known));
     VictimQueues queues(2);
     CHECK(!queues.IsKnown(3));
     std::map<Rank, Entry> all;
-    std::vector<VictimQueues::Candidate> candidates;
+    std::vector<Entry> candidates;
     const auto next = [&](int64_t key) {
       const Entry entry{random() % 5 == 0 ? UINT64_MAX : 1 + random() % 9, key};
       all[VictimQueues::RankOf(entry)] = entry;
       return entry;
     };
-    for (int64_t key = 0; key < known; ++key) {
-      const Entry entry = next(key);
-      candidates.push_back({VictimQueues::RankOf(entry), key});
-    }
+    for (int64_t key = 0; key < known; ++key) candidates.push_back(next(key));
     queues.Fill(3, candidates);
     CHECK_EQ(queues.IsComplete(3), known <= VictimQueues::kEntries);
     for (int64_t key = known; key < known + 200; ++key) {
