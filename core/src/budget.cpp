@@ -105,10 +105,10 @@ void Table::MoveRow(Row from, Row to) {
 // Evicts the rows with the smallest scores of the whole table, but no rows of live batches.
 void Table::EvictSmallest(int64_t count) {
   if (count <= 0) return;
-  pins_.BeginBatch(nullptr, row_capacity_);
+  pins_.BeginBatch(nullptr, row_capacity_, 0);
   std::vector<IndexEntry> entries;
   index_->VisitAll([&](Slot, const IndexEntry& entry) {
-    if (!pins_.IsHeld(entry.row)) entries.push_back(entry);
+    if (!pins_.IsHeld(entry.row, entry.score)) entries.push_back(entry);
   });
   count = std::min(count, std::ssize(entries));
   const auto rank = [&](const IndexEntry& e) { return std::pair(Worth(e), HashKey(e.key)); };

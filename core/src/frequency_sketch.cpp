@@ -53,8 +53,7 @@ int FrequencySketch::Find(const Bucket& bucket, uint16_t tag) {
   return found ? std::countr_zero(found) : -1;
 }
 
-double FrequencySketch::Add(int64_t key, double amount, int64_t half_life) {
-  const uint64_t hash = Hash(key);
+double FrequencySketch::AddHash(uint64_t hash, double amount, int64_t half_life) {
   Bucket& bucket = Aged(hash, half_life);
   const uint16_t tag = TagOf(hash);
   if (const int at = Find(bucket, tag); at >= 0) {
@@ -71,8 +70,7 @@ double FrequencySketch::Add(int64_t key, double amount, int64_t half_life) {
   return amount;
 }
 
-double FrequencySketch::Take(int64_t key, int64_t half_life) {
-  const uint64_t hash = Hash(key);
+double FrequencySketch::TakeHash(uint64_t hash, int64_t half_life) {
   Bucket& bucket = Aged(hash, half_life);
   const int at = Find(bucket, TagOf(hash));
   if (at < 0) return 0.0;

@@ -269,7 +269,7 @@ void InsertAll(std::vector<Work>& works) {
   const auto insert = [](Work& work) {
     work.refused =
         work.request->table->InsertMissing(work.request->keys.data(), work.numbers, work.missing,
-                                           work.score.score, work.request->initial, work.waiting);
+                                           work.score, work.request->initial, work.waiting);
   };
   // Many tables run in parallel; few run one by one, each on several threads.
   if (static_cast<int>(busy.size()) >= NumThreads()) {

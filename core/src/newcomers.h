@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "embstore/memory.h"
@@ -11,19 +12,39 @@ namespace embstore {
 
 // The distinct missing keys, and what happens to them.
 struct Table::Newcomers {
+  struct Newcomer {
+    int64_t key;
+    uint64_t hash, score;
+    uint32_t number;  // in the order of first occurrences
+    Row row;          // once it is placed
+  };
+  struct Fate {
+    Evicted evicted;  // slot == kNoSlot: none
+    bool aside;       // its stripe has no room for it
+  };
+  struct SketchUse {
+    uint64_t hash;
+    uint32_t number;
+  };
+
   std::vector<uint32_t> first;   // first occurrences, ascending
   std::vector<uint32_t> number;  // which of them missing[i] is
-  std::vector<int64_t> keys;
-  std::vector<uint64_t> hashes, scores;
-  std::vector<uint32_t> order;  // about that of their hashes, so that the index is read in order
-  int order_bits = 0;           // so many leading bits of the hashes are sorted
-  std::vector<Row> rows;
-  std::vector<Evicted> evicted;  // of the newcomers from `plain` on; slot == kNoSlot: none
-  std::vector<uint8_t> aside;    // its stripe has no room for it
   int64_t plain = 0;             // the first ones get free rows
-  RecycledBuffer scratch;        // a vector for each task of FillRows
+
+  // In the order in which they are placed: about that of their hashes, so that the index is read in
+  // order, and threads write to different cache lines.
+  std::vector<Newcomer> placed;
+  std::unique_ptr<Fate[]> fates;  // Place sets them
+  std::vector<uint32_t> place;    // where in `placed` a number is
+  int order_bits = 0;             // so many leading bits of the hashes are sorted
+
+  RecycledBuffer scratch;      // a vector for each task of FillRows
+  RecycledBuffer sketch_uses;  // for each part of the sketch, two a newcomer
+  size_t sketch_parts = 0;
 
   int64_t size() const { return std::ssize(first); }
+  const Newcomer& at(size_t number) const { return placed[place[number]]; }
+  Newcomer& at(size_t number) { return placed[place[number]]; }
 };
 
 }  // namespace embstore

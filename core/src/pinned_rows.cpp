@@ -1,10 +1,7 @@
 #include "embstore/pinned_rows.h"
 
 #include <algorithm>
-#include <atomic>
 #include <new>
-
-#include "embstore/parallel.h"
 
 namespace embstore {
 
@@ -28,33 +25,36 @@ void PinnedRows::Begin(int64_t capacity) {
     stamp_ = 0;
   }
   stamp_ += 2;
+  own_ = nullptr;
+  own_stamped_.store(true, std::memory_order_relaxed);
 }
 
-void PinnedRows::BeginBatch(const Row* own, int64_t capacity) {
+void PinnedRows::BeginBatch(const Row* own, int64_t capacity, uint64_t least_score) {
   Begin(capacity);
   std::lock_guard guard(mutex_);
-  const auto stamp = [&](const SlotList* list, uint8_t value) {
-    constexpr int64_t kRowsPerTask = 8192;
-    ParallelFor((list->size() + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
-      const int64_t begin = task * kRowsPerTask;
-      const int64_t end = std::min(begin + kRowsPerTask, list->size());
-      for (int64_t i = begin; i < end; ++i) {
-        const Row row = list->rows()[i];
-        if (row < 0) continue;
-        // Several threads may stamp the same row, always with the same value.
-        std::atomic_ref<uint8_t>(stamps()[row]).store(value, std::memory_order_relaxed);
-      }
-    });
-  };
-  const SlotList* mine = nullptr;
   for (const SlotList* list : lists_) {
     if (list->rows() == own) {
-      mine = list;
+      own_ = list;
     } else {
-      stamp(list, stamp_ - 1);
+      Stamp(*list, stamp_ - 1);
     }
   }
-  if (mine) stamp(mine, stamp_);
+  least_own_score_ = least_score;
+  own_stamped_.store(own_ == nullptr, std::memory_order_relaxed);
+}
+
+// On one thread: two that stamp the same frequent rows would wait for each other's cache lines.
+void PinnedRows::Stamp(const SlotList& list, uint8_t value) {
+  for (int64_t i = 0; i < list.size(); ++i) {
+    if (const Row row = list.rows()[i]; row >= 0) stamps()[row] = value;
+  }
+}
+
+void PinnedRows::StampOwnRows() {
+  std::lock_guard guard(stamping_);
+  if (own_stamped_.load(std::memory_order_relaxed)) return;
+  Stamp(*own_, stamp_);
+  own_stamped_.store(true, std::memory_order_release);
 }
 
 void PinnedRows::TakeFromLists(const Row* own) {
@@ -62,7 +62,7 @@ void PinnedRows::TakeFromLists(const Row* own) {
   for (SlotList* list : lists_) {
     if (list->rows() == own) continue;
     for (Row *row = list->rows(), *end = row + list->size(); row != end; ++row) {
-      if (*row >= 0 && IsHeldByCall(*row)) *row = kMissingRow;
+      if (*row >= 0 && stamps()[*row] == stamp_) *row = kMissingRow;
     }
   }
 }

@@ -60,53 +60,90 @@ FrequencySketch Table::EmptySketch() const {
   return sketch;
 }
 
+// Calls use(number, hash) for the numbers below `count` that are wanted(number), with the hash that
+// the sketch has for key_of(number). Each thread has a part of the sketch, and the numbers of a
+// part come in ascending order, so the number of threads does not matter.
+template <typename KeyOf, typename Wanted, typename Use>
+void Table::UseSketch(const Newcomers& fresh, size_t count, const KeyOf& key_of,
+                      const Wanted& wanted, const Use& use) {
+  const size_t parts = fresh.sketch_parts;
+  ParallelFor(static_cast<int64_t>(parts), [&](int64_t task) {
+    const auto part = static_cast<size_t>(task);
+    auto* const own = fresh.sketch_uses.as<Newcomers::SketchUse>() + part * count;
+    size_t n = 0;
+    for (uint32_t number = 0; number < count; ++number) {
+      if (!wanted(number)) continue;
+      // Without a branch on the part, which the processor could not predict.
+      own[n] = {sketch_->Hash(key_of(number)), number};
+      n += sketch_->PartOf(own[n].hash, parts) == part;
+    }
+    constexpr size_t kAhead = 24;
+    for (size_t i = 0; i < n + kAhead; ++i) {
+      if (i < n) sketch_->Prefetch(own[i].hash);
+      if (i >= kAhead) use(own[i - kAhead].number, own[i - kAhead].hash);
+    }
+  });
+}
+
 void Table::Recall(Newcomers& fresh) {
-  const int64_t n = fresh.size(), now = clock_.half_life();
-  const auto key_of = [&](int64_t j) { return fresh.keys[static_cast<size_t>(j)]; };
+  const auto n = static_cast<size_t>(fresh.size());
   if (!sketch_) {
-    if (fresh.plain == n) return;  // every key has a row so far
+    if (fresh.plain == fresh.size()) return;  // every key has a row so far
     sketch_ = EmptySketch();
   }
-  constexpr int64_t kAhead = 16;
-  for (int64_t j = 0; j < n; ++j) {
-    if (j + kAhead < n) sketch_->Prefetch(key_of(j + kAhead));
-    uint64_t& score = fresh.scores[static_cast<size_t>(j)];
-    if (j < fresh.plain) {
-      const double before = sketch_->Take(key_of(j), now);
-      if (before > 0) score = AddAged(score, AgedScore(before, now));
-    } else {
-      score = AgedScore(sketch_->Add(key_of(j), AgedAmount(score, now), now), now);
-    }
-  }
-  // The most frequent of a class comes first; ties in the order of the batch.
-  const auto goes_first = [&](uint32_t a, uint32_t b) {
-    const size_t class_a = ClassOf(fresh.hashes[a]), class_b = ClassOf(fresh.hashes[b]);
-    if (class_a != class_b) return class_a < class_b;
-    return fresh.scores[a] != fresh.scores[b] ? fresh.scores[a] > fresh.scores[b] : a < b;
-  };
-  const int bits = std::min(fresh.order_bits, class_bits_);
-  const auto run_of = [&](uint32_t j) { return bits ? fresh.hashes[j] >> (64 - bits) : 0; };
-  for (auto begin = fresh.order.begin(); begin != fresh.order.end();) {
-    auto end = begin + 1;
-    while (end != fresh.order.end() && run_of(*end) == run_of(*begin)) ++end;
-    if (end - begin > 1) std::sort(begin, end, goes_first);
-    begin = end;
-  }
+  constexpr size_t kWorthSharing = 256;
+  fresh.sketch_parts = n < kWorthSharing ? 1 : static_cast<size_t>(NumThreads());
+  const size_t bytes = fresh.sketch_parts * 2 * n * sizeof(Newcomers::SketchUse);
+  fresh.sketch_uses = RecycledBuffer(bytes);
+  const int64_t now = clock_.half_life();
+  UseSketch(
+      fresh, n, [&](uint32_t j) { return fresh.at(j).key; }, [](uint32_t) { return true; },
+      [&](uint32_t j, uint64_t hash) {
+        uint64_t& score = fresh.at(j).score;
+        if (j < fresh.plain) {
+          const double before = sketch_->TakeHash(hash, now);
+          if (before > 0) score = AddAged(score, AgedScore(before, now));
+        } else {
+          score = AgedScore(sketch_->AddHash(hash, AgedAmount(score, now), now), now);
+        }
+      });
 }
 
 void Table::Remember(const Newcomers& fresh) {
   if (!sketch_) return;
   const int64_t now = clock_.half_life();
-  constexpr int64_t kAhead = 16;
-  for (int64_t j = fresh.plain; j < fresh.size(); ++j) {
-    if (j + kAhead < fresh.size()) {
-      sketch_->Prefetch(fresh.evicted[static_cast<size_t>(j + kAhead - fresh.plain)].entry.key);
-      sketch_->Prefetch(fresh.keys[static_cast<size_t>(j + kAhead)]);
-    }
-    const Evicted& gone = fresh.evicted[static_cast<size_t>(j - fresh.plain)];
-    if (gone.slot == kNoSlot) continue;
-    sketch_->Take(fresh.keys[static_cast<size_t>(j)], now);
-    sketch_->Add(gone.entry.key, AgedAmount(gone.entry.score, now), now);
+  const auto first = static_cast<uint32_t>(fresh.plain);
+  const auto gone_for = [&](uint32_t j) -> const Evicted& {
+    return fresh.fates[fresh.place[first + j / 2]].evicted;
+  };
+  // Two for each: the key that came in, and the one that went.
+  UseSketch(
+      fresh, 2 * static_cast<size_t>(fresh.size() - fresh.plain),
+      [&](uint32_t j) { return j % 2 == 0 ? fresh.at(first + j / 2).key : gone_for(j).entry.key; },
+      [&](uint32_t j) { return gone_for(j).slot != kNoSlot; },
+      [&](uint32_t j, uint64_t hash) {
+        if (j % 2 == 0) {
+          sketch_->TakeHash(hash, now);
+        } else {
+          sketch_->AddHash(hash, AgedAmount(gone_for(j).entry.score, now), now);
+        }
+      });
+}
+
+// The most frequent of a class comes first; ties in the order of the batch.
+void Table::SortByScore(Newcomers& fresh, size_t begin, size_t end) const {
+  using Newcomer = Newcomers::Newcomer;
+  const auto goes_first = [&](const Newcomer& a, const Newcomer& b) {
+    const size_t class_a = ClassOf(a.hash), class_b = ClassOf(b.hash);
+    if (class_a != class_b) return class_a < class_b;
+    return a.score != b.score ? a.score > b.score : a.number < b.number;
+  };
+  const int bits = std::min(fresh.order_bits, class_bits_);
+  const auto run_of = [&](const Newcomer& own) { return bits ? own.hash >> (64 - bits) : 0; };
+  Newcomer* const all = fresh.placed.data();
+  for (size_t next = begin; begin < end; begin = next) {
+    for (next = begin + 1; next < end && run_of(all[next]) == run_of(all[begin]);) ++next;
+    if (next - begin > 1) std::sort(all + begin, all + next, goes_first);
   }
 }
 

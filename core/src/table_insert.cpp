@@ -1,5 +1,6 @@
 // How missing keys get rows: room, eviction, protection of pinned rows, admission.
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <string>
 #include <utility>
@@ -16,61 +17,64 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
                                  const FetchedRows& below) const {
   Newcomers fresh;
   fresh.first.reserve(missing.size());
-  fresh.hashes.reserve(missing.size());
-  fresh.scores.reserve(missing.size());
   fresh.number.resize(missing.size());
+  std::vector<uint64_t> sums;  // scores by number
+  sums.reserve(missing.size());
   DistinctKeys distinct;  // the seed of the index may be known
   distinct.Reset(missing.size());
   for (size_t i = 0; i < missing.size(); ++i) {
-    const int64_t key = keys[missing[i]];
-    const uint64_t hash = index_->Hash(key);
-    const auto [number, is_new] = distinct.Add(key);
+    const auto [number, is_new] = distinct.Add(keys[missing[i]]);
     if (is_new) {
       fresh.first.push_back(missing[i]);
-      fresh.hashes.push_back(hash);
-      fresh.scores.push_back(score);
+      sums.push_back(score);
     } else if (counts_occurrences() && !scores_gradients() && !scores) {
-      fresh.scores[number] = SumOfScores(fresh.scores[number], score);
+      sums[number] = SumOfScores(sums[number], score);
     }
     fresh.number[i] = number;
-    if (scores) fresh.scores[number] = scores[missing[i]];
+    if (scores) sums[number] = scores[missing[i]];
   }
-  fresh.keys = distinct.TakeKeys();
-  const bool adds_up = counts_occurrences() && !scores && !below.empty();
-  for (int64_t j = 0; adds_up && j < fresh.size(); ++j) {
-    uint64_t& own = fresh.scores[static_cast<size_t>(j)];
-    const uint64_t before = below.Find(fresh.keys[static_cast<size_t>(j)]).score;
-    own = SumOfScores(own, before);
+  if (counts_occurrences() && !scores && !below.empty()) {
+    for (size_t j = 0; j < sums.size(); ++j) {
+      sums[j] = SumOfScores(sums[j], below.Find(distinct.keys()[j]).score);
+    }
   }
-  fresh.rows.resize(fresh.first.size(), kMissingRow);
-  fresh.aside.resize(fresh.first.size(), 0);
+  Order(fresh, distinct.keys(), sums);
   return fresh;
 }
 
 // Sorts the newcomers by the leading bits of their hashes, and else in the order of the batch.
-void Table::Order(Newcomers& fresh) const {
-  const int64_t n = fresh.size();
+void Table::Order(Newcomers& fresh, std::span<const int64_t> keys,
+                  std::span<const uint64_t> scores) const {
+  const size_t n = keys.size();
   constexpr int kMostBits = 14;  // so many counters stay in the caches
-  const int bits = std::min(static_cast<int>(std::bit_width(static_cast<uint64_t>(n))), kMostBits);
+  const int bits = std::min(static_cast<int>(std::bit_width(n)), kMostBits);
   fresh.order_bits = bits;
   std::vector<uint32_t> ends((size_t{1} << bits) + 1, 0);
-  const auto range = [&](uint64_t hash) { return static_cast<size_t>(hash >> (64 - bits)); };
-  for (const uint64_t hash : fresh.hashes) ++ends[range(hash) + 1];
+  const auto range = [&](int64_t key) {
+    return static_cast<size_t>(index_->Hash(key) >> (64 - bits));
+  };
+  for (const int64_t key : keys) ++ends[range(key) + 1];
   for (size_t i = 1; i < ends.size(); ++i) ends[i] += ends[i - 1];
-  fresh.order.resize(static_cast<size_t>(n));
-  for (size_t j = 0; j < fresh.hashes.size(); ++j) {
-    fresh.order[ends[range(fresh.hashes[j])]++] = static_cast<uint32_t>(j);
+  fresh.placed.resize(n);
+  fresh.place.resize(n);
+  for (size_t j = 0; j < n; ++j) {
+    const uint32_t to = ends[range(keys[j])]++;
+    fresh.placed[to] = {keys[j], index_->Hash(keys[j]), scores[j], static_cast<uint32_t>(j),
+                        kMissingRow};
+    fresh.place[j] = to;
   }
+  fresh.fates = std::make_unique_for_overwrite<Newcomers::Fate[]>(n);
 }
 
-// Gives the row of a slot to a newcomer.
-void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
+// Gives the row of a slot to the newcomer at this place. A victim in the overflow area, which
+// threads share, keeps its slot until all are done; nobody chooses it again, since its row is held
+// now.
+void Table::Evict(Slot slot, size_t place, Newcomers& fresh) {
   const IndexEntry victim = index_->entry(slot);
   if (watched()) BeforeChange(victim);
-  fresh.evicted[static_cast<size_t>(newcomer - fresh.plain)] = {victim, slot,
-                                                                pins_.IsHeldByOthers(victim.row)};
-  index_->Erase(slot);
-  fresh.rows[static_cast<size_t>(newcomer)] = victim.row;
+  fresh.fates[place].evicted = {victim, slot, pins_.IsHeldByOthers(victim.row)};
+  if (!KeyIndex::IsAside(slot)) index_->Erase(slot);
+  fresh.placed[place].row = victim.row;
   pins_.Hold(victim.row);
 }
 
@@ -78,40 +82,53 @@ void Table::Evict(Slot slot, int64_t newcomer, Newcomers& fresh) {
 // whatever the number of threads.
 void Table::Place(Newcomers& fresh, Eviction eviction) {
   constexpr size_t kWorthSharing = 256;
-  const size_t n = fresh.order.size();
-  // Only the overflow area is shared, and erasing moves its entries.
-  const bool alone =
-      n < kWorthSharing ||
-      (eviction != Eviction::kNone && fresh.plain < fresh.size() && index_->overflow_size() > 0);
-  const int64_t parts = alone ? 1 : NumThreads();
+  const size_t n = fresh.placed.size();
+  const int64_t parts = n < kWorthSharing ? 1 : NumThreads();
   const int bits = std::min(PartBits(), fresh.order_bits);
   const auto unit = [&](size_t i) {
-    return bits ? fresh.hashes[fresh.order[i]] >> (64 - bits) : uint64_t{0};
+    return bits ? fresh.placed[i].hash >> (64 - bits) : uint64_t{0};
   };
   const auto begin_of = [&](int64_t part) {  // the next unit begins here, or the list ends
     size_t i = n * static_cast<size_t>(part) / static_cast<size_t>(parts);
     while (i > 0 && i < n && unit(i) == unit(i - 1)) ++i;
     return i;
   };
-  ParallelFor(
-      parts, [&](int64_t part) { PlacePart(fresh, eviction, begin_of(part), begin_of(part + 1)); });
-  for (int64_t j = 0; j < fresh.size(); ++j) {
-    const auto at = static_cast<size_t>(j);
-    if (!fresh.aside[at]) continue;
-    index_->InsertAside({fresh.keys[at], fresh.scores[at], fresh.rows[at]}, fresh.hashes[at]);
+  const bool by_score = eviction == Eviction::kSmaller && fresh.plain < fresh.size();
+  std::vector<size_t> begins;  // before anything is sorted
+  for (int64_t part = 0; part <= parts; ++part) begins.push_back(begin_of(part));
+  std::atomic<bool> aside{false};
+  ParallelFor(parts, [&](int64_t part) {
+    const size_t begin = begins[static_cast<size_t>(part)];
+    const size_t end = begins[static_cast<size_t>(part) + 1];
+    if (by_score) SortByScore(fresh, begin, end);
+    if (PlacePart(fresh, eviction, begin, end)) aside = true;
+  });
+  for (size_t i = 0; by_score && i < n; ++i) {
+    fresh.place[fresh.placed[i].number] = static_cast<uint32_t>(i);
+  }
+  if (!aside) return;
+  for (size_t i = 0; i < n; ++i) {
+    const Evicted& gone = fresh.fates[i].evicted;
+    if (KeyIndex::IsAside(gone.slot)) index_->Erase(index_->Find(gone.entry.key));  // slots change
+  }
+  for (size_t j = 0; j < n; ++j) {
+    bool& homeless = fresh.fates[fresh.place[j]].aside;
+    if (!homeless) continue;
+    const Newcomers::Newcomer& own = fresh.at(j);
+    index_->InsertAside({own.key, own.score, own.row}, own.hash);
     // A queue that was filled since has not seen it.
-    if (!counts_apart()) OfferVictim(fresh.hashes[at], {fresh.scores[at], fresh.keys[at]});
-    fresh.aside[at] = 0;
+    if (!counts_apart()) OfferVictim(own.hash, {own.score, own.key});
+    homeless = false;
   }
 }
 
-void Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end) {
+bool Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end) {
   // In the order in which an eviction reads them.
   constexpr size_t kQueueAhead = 24, kHomeAhead = 16, kVictimAhead = 8, kAhead = 8;
-  const auto class_at = [&](size_t i) { return ClassOf(fresh.hashes[fresh.order[i]]); };
-  const auto evicts_at = [&](size_t i) {
-    return i < end && eviction != Eviction::kNone && fresh.order[i] >= fresh.plain;
-  };
+  const auto class_at = [&](size_t i) { return ClassOf(fresh.placed[i].hash); };
+  const auto evicts_at = [&](size_t i) { return i < end && fresh.placed[i].number >= fresh.plain; };
+  for (size_t i = begin; i < end; ++i) fresh.fates[i] = {{}, false};  // if this throws, too
+  bool aside = false;
   for (size_t i = begin; i < end; ++i) {
     if (evicts_at(i + kQueueAhead)) queues_->Prefetch(class_at(i + kQueueAhead));
     if (evicts_at(i + kHomeAhead)) {
@@ -128,51 +145,58 @@ void Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t 
         if (row != kMissingRow) pins_.Prefetch(row);
       }
     }
-    if (i + kAhead < end) index_->Prefetch(fresh.hashes[fresh.order[i + kAhead]]);
-    const size_t at = fresh.order[i];
-    const uint64_t hash = fresh.hashes[at], score = fresh.scores[at];
-    if (fresh.rows[at] == kMissingRow) {
-      if (eviction == Eviction::kNone) continue;
-      const Slot slot = eviction == Eviction::kAny ? Victim(hash) : WeakerThan(score, hash);
+    if (i + kAhead < end) index_->Prefetch(fresh.placed[i + kAhead].hash);
+    Newcomers::Newcomer& own = fresh.placed[i];
+    if (own.number < fresh.plain) {
+      own.row = rows_.Next(own.number);
+      if (fresh.plain < fresh.size()) pins_.Hold(own.row);
+    } else {
+      const Slot slot =
+          eviction == Eviction::kAny ? Victim(own.hash) : WeakerThan(own.score, own.hash);
       if (slot == kNoSlot) continue;
-      Evict(slot, static_cast<int64_t>(at), fresh);
+      Evict(slot, i, fresh);
+      aside |= KeyIndex::IsAside(slot);
     }
-    const IndexEntry entry{fresh.keys[at], score, fresh.rows[at]};
-    if (!counts_apart()) OfferVictim(hash, {score, entry.key});
-    fresh.aside[at] = !index_->Insert(entry, hash);
+    if (!counts_apart()) OfferVictim(own.hash, {own.score, own.key});
+    if (index_->Insert({own.key, own.score, own.row}, own.hash)) continue;
+    aside = fresh.fates[i].aside = true;
   }
+  return aside;
 }
 
 // Undoes Place. Rows have not been touched, so only the index has to be restored.
 void Table::Undo(Newcomers& fresh) {
-  for (int64_t j = 0; j < fresh.size(); ++j) {
-    const auto at = static_cast<size_t>(j);
-    if (fresh.rows[at] == kMissingRow || fresh.aside[at]) continue;
-    const Slot slot = index_->Find(fresh.keys[at], fresh.hashes[at]);
+  const size_t n = fresh.placed.size();
+  for (size_t i = 0; i < n; ++i) {
+    const Newcomers::Newcomer& own = fresh.placed[i];
+    if (own.row == kMissingRow || fresh.fates[i].aside) continue;
+    const Slot slot = index_->Find(own.key, own.hash);
     if (slot != kNoSlot) index_->Erase(slot);
   }
-  for (const Evicted& gone : fresh.evicted) {
-    if (gone.slot != kNoSlot) index_->PutBack(gone.slot, gone.entry);
+  for (size_t i = 0; i < n; ++i) {
+    const auto& [entry, slot, pinned] = fresh.fates[i].evicted;
+    if (slot == kNoSlot) continue;
+    if (KeyIndex::IsAside(slot) && index_->Find(entry.key) != kNoSlot) continue;  // still there
+    index_->PutBack(slot, entry);
   }
   ForgetVictims();  // those that were chosen are in no queue any more
 }
 
 void Table::FillRows(Newcomers& fresh, const FetchedRows& below, const float* initial) {
   ParallelFor(FillTasks(fresh.size()), [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kRowsPerFill, fresh.size());
+    const auto end = static_cast<size_t>(std::min((task + 1) * kRowsPerFill, fresh.size()));
     float* const scratch = fresh.scratch.as<float>() + task * options_.dim;
-    for (int64_t j = task * kRowsPerFill; j < end; ++j) {
-      constexpr int64_t kAhead = 8;
-      if (const Row next = j + kAhead < end ? fresh.rows[static_cast<size_t>(j + kAhead)] : -1;
+    for (auto i = static_cast<size_t>(task * kRowsPerFill); i < end; ++i) {
+      constexpr size_t kAhead = 8;
+      if (const Row next = i + kAhead < end ? fresh.placed[i + kAhead].row : kMissingRow;
           next >= 0) {
         const std::byte* row = rows_.at(next);
         for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(row + byte, 1);
       }
-      const Row row = fresh.rows[static_cast<size_t>(j)];
-      if (row == kMissingRow) continue;
-      const uint32_t i = fresh.first[static_cast<size_t>(j)];
-      FillRow(row, fresh.keys[static_cast<size_t>(j)], below,
-              initial ? initial + i * options_.dim : nullptr, scratch);
+      const Newcomers::Newcomer& own = fresh.placed[i];
+      if (own.row == kMissingRow) continue;
+      FillRow(own.row, own.key, below,
+              initial ? initial + fresh.first[own.number] * options_.dim : nullptr, scratch);
     }
   });
 }
@@ -192,7 +216,7 @@ void Table::Unpin(std::span<const Evicted> evicted, const Row* own) {
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                             uint64_t score, const float* initial,
+                             BatchScore score, const float* initial,
                              std::vector<uint32_t>& unadmitted) {
   if (missing.empty()) return 0;
   return InsertMissing(keys, rows, missing, score, nullptr, Fetch(keys, missing), initial,
@@ -200,36 +224,32 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
 }
 
 int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                             uint64_t score, const uint64_t* scores, const FetchedRows& below,
+                             BatchScore score, const uint64_t* scores, const FetchedRows& below,
                              const float* initial, std::vector<uint32_t>* unadmitted) {
   if (missing.empty()) return 0;
   if (snapshot_) snapshot_->PreserveBelow(keys, missing, below);
   // Whatever may run out of memory comes first, or can be undone.
-  Newcomers fresh = Distinct(keys, missing, score, scores, below);
+  Newcomers fresh = Distinct(keys, missing, score.score, scores, below);
   const int64_t n = fresh.size(), size = index_->size();
   fresh.plain = std::clamp<int64_t>(row_limit_ - size, 0, n);
   if (fresh.plain < n && !evicts()) {
     throw OutOfMemory("table '" + options_.name +
                       "' has as many rows as there can be: " + std::to_string(size));
   }
-  fresh.evicted.resize(static_cast<size_t>(n - fresh.plain));
   fresh.scratch = RecycledBuffer(static_cast<size_t>(FillTasks(n) * options_.dim) * sizeof(float));
-  Order(fresh);
   MakeRoom(size + fresh.plain);
   if (fresh.plain < n) {
     if (!queues_) queues_.emplace(class_bits_);
-    pins_.BeginBatch(rows, row_capacity_);
+    pins_.BeginBatch(rows, row_capacity_, LeastScoreOfHit(score));
   }
-  for (int64_t j = 0; j < fresh.plain; ++j) {
-    fresh.rows[static_cast<size_t>(j)] = rows_.Next(j);
-    if (fresh.plain < n) pins_.Hold(rows_.Next(j));
-  }
+  if (unadmitted) Recall(fresh);
   std::vector<Evicted> evicted;
   try {
-    if (unadmitted) Recall(fresh);
     Place(fresh, unadmitted ? Eviction::kSmaller : Eviction::kAny);
-    std::copy_if(fresh.evicted.begin(), fresh.evicted.end(), std::back_inserter(evicted),
-                 [](const Evicted& gone) { return gone.slot != kNoSlot; });
+    for (int64_t j = fresh.plain; j < n; ++j) {
+      const Evicted& gone = fresh.fates[fresh.place[static_cast<size_t>(j)]].evicted;
+      if (gone.slot != kNoSlot) evicted.push_back(gone);
+    }
     if (snapshot_) {
       for (const Evicted& gone : evicted) snapshot_->Leave(gone.entry.key);
     }
@@ -243,11 +263,11 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   rows_.Take(fresh.plain);
   index_->AddSize(fresh.plain);
   for (int64_t j = 0; watched() && j < fresh.plain; ++j) {
-    AfterInsert(fresh.rows[static_cast<size_t>(j)]);
+    AfterInsert(fresh.at(static_cast<size_t>(j)).row);
   }
   Unpin(evicted, rows);
   FillRows(fresh, below, initial);
-  int64_t refused = std::count(fresh.rows.begin(), fresh.rows.end(), kMissingRow);
+  int64_t refused = n - fresh.plain - std::ssize(evicted);
   stats_.inserts += n - refused;
   if (unadmitted) refused = 0;
   if (refused && MayExceedBudget()) {
@@ -256,19 +276,18 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   }
   stats_.refusals += refused;
   for (size_t i = 0; i < missing.size(); ++i) {
-    const Row row = rows[missing[i]] = fresh.rows[fresh.number[i]];
+    const Row row = rows[missing[i]] = fresh.at(fresh.number[i]).row;
     if (!unadmitted || row != kMissingRow) continue;
     unadmitted->push_back(missing[i]);
     ++stats_.unadmitted;
   }
   if (counts_apart()) {
-    for (const Row row : fresh.rows) {
-      if (row != kMissingRow) uses_[static_cast<size_t>(row)] = 0;
+    for (const auto& own : fresh.placed) {
+      if (own.row != kMissingRow) uses_[static_cast<size_t>(own.row)] = 0;
     }
     for (const uint32_t i : missing) CountUses(rows + i, 1);
-    for (size_t j = 0; queues_ && j < fresh.rows.size(); ++j) {
-      if (fresh.rows[j] == kMissingRow) continue;
-      OfferVictim(fresh.hashes[j], {uses(fresh.rows[j]), fresh.keys[j]});
+    for (const auto& own : fresh.placed) {
+      if (queues_ && own.row != kMissingRow) OfferVictim(own.hash, {uses(own.row), own.key});
     }
   }
   return refused;
@@ -278,18 +297,17 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
 void Table::InsertBeyondBudget(Newcomers& fresh, const FetchedRows& below, const float* initial) {
   Newcomers rest;
   try {
-    for (int64_t j = 0; j < fresh.size(); ++j) {
-      const auto at = static_cast<size_t>(j);
-      if (fresh.rows[at] != kMissingRow) continue;
-      rest.first.push_back(fresh.first[at]);
-      rest.number.push_back(static_cast<uint32_t>(j));
-      rest.keys.push_back(fresh.keys[at]);
-      rest.hashes.push_back(fresh.hashes[at]);
-      rest.scores.push_back(fresh.scores[at]);
-      rest.rows.push_back(rows_.Next(std::ssize(rest.rows)));
+    std::vector<int64_t> keys;
+    std::vector<uint64_t> scores;
+    for (size_t j = 0; j < fresh.first.size(); ++j) {
+      const Newcomers::Newcomer& own = fresh.at(j);
+      if (own.row != kMissingRow) continue;
+      rest.first.push_back(fresh.first[j]);
+      rest.number.push_back(own.number);
+      keys.push_back(own.key);
+      scores.push_back(own.score);
     }
-    rest.aside.resize(rest.first.size(), 0);
-    Order(rest);
+    Order(rest, keys, scores);
     rest.plain = rest.size();
     rest.scratch =
         RecycledBuffer(static_cast<size_t>(FillTasks(rest.size()) * options_.dim) * sizeof(float));
@@ -303,10 +321,9 @@ void Table::InsertBeyondBudget(Newcomers& fresh, const FetchedRows& below, const
   } catch (...) {
     // Removes the keys of the call. Their victims are below, so nothing is lost.
     int64_t erased = 0;
-    for (int64_t j = 0; j < fresh.size(); ++j) {
-      const auto at = static_cast<size_t>(j);
-      if (fresh.rows[at] == kMissingRow) continue;
-      FreeSlot(index_->Find(fresh.keys[at], fresh.hashes[at]));
+    for (const auto& own : fresh.placed) {
+      if (own.row == kMissingRow) continue;
+      FreeSlot(index_->Find(own.key, own.hash));
       ++erased;
     }
     index_->AddSize(-erased);
@@ -314,9 +331,9 @@ void Table::InsertBeyondBudget(Newcomers& fresh, const FetchedRows& below, const
   }
   rows_.Take(rest.size());
   index_->AddSize(rest.size());
-  for (size_t j = 0; j < rest.rows.size(); ++j) {
-    AfterInsert(rest.rows[j]);
-    fresh.rows[rest.number[j]] = rest.rows[j];
+  for (size_t j = 0; j < rest.number.size(); ++j) {
+    AfterInsert(rest.at(j).row);
+    fresh.at(rest.number[j]).row = rest.at(j).row;
   }
   FillRows(rest, below, initial);
   stats_.inserts += rest.size();

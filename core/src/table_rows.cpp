@@ -247,7 +247,7 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
     PreserveBelow(absent);
   }
   const int64_t before = stats_.inserts;
-  const int64_t refused = InsertMissing(keys.data(), rows, missing, batch.score, scores,
+  const int64_t refused = InsertMissing(keys.data(), rows, missing, batch, scores,
                                         whole ? FetchedRows() : Fetch(keys.data(), missing),
                                         values);  // cheaper than initial vectors
   if (!below_.exists() && stats_.inserts - before + refused == n) {

@@ -61,7 +61,8 @@ void Table::Install(std::span<const int64_t> keys, Row* rows, std::span<const ui
                     const FetchedRows& below) {
   if (found.empty()) return;
   // The lowest score, so that a row that is brought up and not used is evicted first.
-  InsertMissing(keys.data(), rows, found, kUnusedScore, nullptr, below, nullptr);
+  InsertMissing(keys.data(), rows, found, {ScoreUpdate::kKeep, kUnusedScore}, nullptr, below,
+                nullptr);
   if (!keeps_scores()) return;
   for (uint32_t i : found) {  // coming up is not an occurrence
     const Slot slot = index_->Find(keys[i]);

@@ -27,8 +27,8 @@ int Table::PartBits() const {
 }
 
 void Table::FillQueue(size_t in_class) {
-  constexpr size_t kAtOnce = 2 * VictimQueues::kEntries;
-  VictimQueues::Candidate all[kAtOnce];
+  constexpr size_t kAtOnce = 256;  // more than most classes have
+  VictimQueues::Entry all[kAtOnce];
   size_t count = 0;
   uint64_t most = UINT64_MAX;  // what is worth more is not among the smallest
   const bool by_score = !counts_apart();
@@ -38,12 +38,11 @@ void Table::FillQueue(size_t in_class) {
       [&](Slot, const IndexEntry& entry) {
         const uint64_t worth = Worth(entry);
         if (worth > most) return;
-        all[count++] = {{worth, HashKey(entry.key)}, entry.key};
+        all[count++] = {worth, entry.key};
         if (count < kAtOnce) return;
         constexpr size_t kKept = VictimQueues::kEntries + 1;
-        std::nth_element(all, all + kKept - 1, all + kAtOnce,
-                         [](const auto& a, const auto& b) { return a.rank < b.rank; });
-        most = all[kKept - 1].rank.worth;
+        std::nth_element(all, all + kKept - 1, all + kAtOnce, VictimQueues::RanksBelow);
+        most = all[kKept - 1].worth;
         count = kKept;
       });
   queues_->Fill(in_class, {all, count});
@@ -68,7 +67,7 @@ Slot Table::Smallest(size_t in_class, uint64_t most) {
           }
           continue;
         }
-        if (pins_.IsHeld(entry.row)) continue;  // it may go after this batch
+        if (pins_.IsHeld(entry.row, entry.score)) continue;  // it may go after this batch
         queues_->Remove(in_class, at);
         return slot;
       }
@@ -78,7 +77,8 @@ Slot Table::Smallest(size_t in_class, uint64_t most) {
     FillQueue(in_class);
   }
   // All of the queue are held.
-  return SearchClass(in_class, most, [&](Row row) { return pins_.IsHeld(row); });
+  return SearchClass(in_class, most,
+                     [&](const IndexEntry& entry) { return pins_.IsHeld(entry.row, entry.score); });
 }
 
 template <typename IsHeld>
@@ -89,7 +89,7 @@ Slot Table::SearchClass(size_t in_class, uint64_t most, const IsHeld& is_held) c
       FirstOf(in_class), LastOf(in_class), [](uint64_t score) { return score != 0; },
       [&](Slot slot, const IndexEntry& entry) {
         const VictimQueues::Rank rank{Worth(entry), HashKey(entry.key)};
-        if (rank.worth > most || (best != kNoSlot && rank > smallest) || is_held(entry.row)) return;
+        if (rank.worth > most || (best != kNoSlot && rank > smallest) || is_held(entry)) return;
         best = slot;
         smallest = rank;
       });
@@ -119,8 +119,9 @@ Slot Table::Victim(uint64_t hash) {
   // grows instead.
   if (MayExceedBudget()) return slot;
   for (size_t step = 0; slot == kNoSlot && step < neighbours; ++step) {
-    slot =
-        SearchClass(neighbour(step), UINT64_MAX, [&](Row row) { return pins_.IsHeldByCall(row); });
+    slot = SearchClass(neighbour(step), UINT64_MAX, [&](const IndexEntry& entry) {
+      return pins_.IsHeldByCall(entry.row, entry.score);
+    });
   }
   return slot;
 }

@@ -1,23 +1,50 @@
 #include "embstore/victim_queues.h"
 
 #include <algorithm>
+#include <bit>
 #include <cassert>
 
 namespace embstore {
 
 void VictimQueues::Forget() { std::fill(counts_.begin(), counts_.end(), kUnknown); }
 
-void VictimQueues::Fill(size_t in_class, std::span<Candidate> all) {
-  const auto less = [](const Candidate& a, const Candidate& b) { return a.rank < b.rank; };
-  const auto kept = std::min<std::ptrdiff_t>(std::ssize(all), kEntries);
-  std::partial_sort(all.begin(), all.begin() + kept, all.end(), less);
-  Queue& queue = this->queue(in_class);
-  for (std::ptrdiff_t i = 0; i < kept; ++i) {
-    const Candidate& next = all[static_cast<size_t>(i)];
-    queue.entries[kept - 1 - i] = {next.rank.worth, next.key};
+// Moves the smallest to the front: at least kEntries, as a rule not many more. Without branches on
+// the worths, which the processor could not predict.
+std::span<VictimQueues::Entry> VictimQueues::Smallest(std::span<Entry> all) {
+  uint64_t least = UINT64_MAX, most = 0;
+  for (const Entry& entry : all) {
+    least = std::min(least, entry.worth);
+    most = std::max(most, entry.worth);
   }
-  const bool complete = kept == std::ssize(all);
-  queue.bound = complete ? kNoBound : all[static_cast<size_t>(kept - 1)].rank;
+  constexpr int kBits = 6;
+  const int shift = std::max(static_cast<int>(std::bit_width(most - least)) - kBits, 0);
+  const auto bin_of = [&](const Entry& entry) { return (entry.worth - least) >> shift; };
+  uint32_t counts[1 << kBits] = {};
+  for (const Entry& entry : all) ++counts[bin_of(entry)];
+  size_t last = 0;
+  for (uint32_t count = counts[0]; count < kEntries;) count += counts[++last];
+  size_t n = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Entry entry = all[i];
+    all[n] = entry;
+    n += bin_of(entry) <= last;
+  }
+  return all.first(n);
+}
+
+void VictimQueues::Fill(size_t in_class, std::span<Entry> all) {
+  const bool complete = all.size() <= size_t{kEntries};
+  const size_t kept = complete ? all.size() : size_t{kEntries};
+  if (!complete) all = Smallest(all);
+  constexpr size_t kWorthSelecting = 2 * kEntries;
+  if (all.size() > kWorthSelecting) {
+    std::nth_element(all.begin(), all.begin() + kEntries, all.end(), RanksBelow);
+    all = all.first(kept);
+  }
+  std::sort(all.begin(), all.end(), RanksBelow);
+  Queue& queue = this->queue(in_class);
+  std::reverse_copy(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(kept), queue.entries);
+  queue.bound = complete ? kNoBound : RankOf(all[kept - 1]);
   counts_[in_class] = static_cast<uint8_t>(kept);
 }
 

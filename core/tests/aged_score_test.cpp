@@ -33,6 +33,31 @@ TEST(Aged scores add up as numbers do and compare as integers) {
   CHECK(AgedScore(1e-12, 0) > 0);
 }
 
+TEST(Aged scores are those of frexp and ldexp for all amounts) {
+  std::mt19937_64 random(11);
+  std::vector<double> amounts = {1.0, 0.5, 3.0, 5e-324, 0x1p-1022, 0x1.8p-1030, 1e300, 0x1p1023};
+  for (int i = 0; i < 10000; ++i) {
+    const auto fraction = static_cast<double>(random() >> 11 | 1);
+    amounts.push_back(std::ldexp(fraction, static_cast<int>(random() % 2020) - 1074));
+  }
+  for (const double amount : amounts) {
+    for (const int64_t half_life : {0, 7, 3000}) {
+      int exponent = 0;
+      const double fraction = 2.0 * std::frexp(amount, &exponent) - 1.0;
+      const auto biased = static_cast<uint64_t>(kAgedBias + half_life + exponent - 1);
+      const uint64_t score = AgedScore(amount, half_life);
+      CHECK_EQ(score >> kAgedFractionBits, biased);
+      CHECK_EQ(score % kAgedOne, static_cast<uint64_t>(fraction * static_cast<double>(kAgedOne)));
+      for (const int64_t later : {int64_t{0}, half_life, half_life + 1, half_life + 9000}) {
+        const int64_t left = half_life + exponent - 1 - later - kAgedFractionBits;
+        CHECK_EQ(
+            AgedAmount(score, later),
+            std::ldexp(static_cast<double>(score % kAgedOne | kAgedOne), static_cast<int>(left)));
+      }
+    }
+  }
+}
+
 TEST(A clock of batches or of keys goes on where it was) {
   for (const bool in_batches : {true, false}) {
     for (const int64_t length : {1, 3, 97, 1 << 20}) {

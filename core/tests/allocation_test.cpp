@@ -49,7 +49,7 @@ struct Case {
   const char* name;
   int64_t capacity;
   int64_t before, batch;  // keys
-  bool store = false, changes = false, pinned = false;
+  bool store = false, changes = false, pinned = false, admits = false;
 };
 
 TEST(A batch that runs out of memory changes nothing and can be repeated) {
@@ -61,6 +61,7 @@ TEST(A batch that runs out of memory changes nothing and can be repeated) {
       {"filling and evicting", 512, 470, 100},
       {"evicting pinned rows", 512, 512, 100, false, false, true},
       {"with changes tracked", 512, 512, 100, false, true, false},
+      {"admitting by frequency", 512, 512, 300, false, false, false, true},
       {"over a store", 512, 512, 100, true, false, false},
       {"over a store, beyond the budget", 512, 500, 700, true, false, true},
   };
@@ -71,6 +72,11 @@ TEST(A batch that runs out of memory changes nothing and can be repeated) {
       options.dtype = DType::kBFloat16;
       options.optimizer.kind = OptimizerKind::kAdagrad;
       options.eviction_log = EvictionLog::kRows;
+      if (c.admits) {
+        options.score_strategy = ScoreStrategy::kAgedLfu;
+        options.admit_by_frequency = true;
+        options.half_life = 1;  // so every newcomer is admitted
+      }
       const int64_t row_bytes = StoredRowBytes(3, options.dtype, options.optimizer);
       if (c.store) options.store = MakeMemoryStore(row_bytes, 0);
       const auto table = Table::Create(options);

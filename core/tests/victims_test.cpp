@@ -22,21 +22,18 @@ using Entry = VictimQueues::Entry;
 using Rank = VictimQueues::Rank;
 
 TEST(A queue holds the smallest keys of its class and nothing else) {
-  for (const int64_t known : {0, 1, 7, 29, 30, 31, 97}) {
+  for (const int64_t known : {0, 1, 7, 29, 30, 31, 59, 60, 61, 97, 1023}) {
     std::mt19937_64 random(static_cast<uint64_t>(known));
     VictimQueues queues(2);
     CHECK(!queues.IsKnown(3));
     std::map<Rank, Entry> all;
-    std::vector<VictimQueues::Candidate> candidates;
+    std::vector<Entry> candidates;
     const auto next = [&](int64_t key) {
       const Entry entry{random() % 5 == 0 ? UINT64_MAX : 1 + random() % 9, key};
       all[VictimQueues::RankOf(entry)] = entry;
       return entry;
     };
-    for (int64_t key = 0; key < known; ++key) {
-      const Entry entry = next(key);
-      candidates.push_back({VictimQueues::RankOf(entry), key});
-    }
+    for (int64_t key = 0; key < known; ++key) candidates.push_back(next(key));
     queues.Fill(3, candidates);
     CHECK_EQ(queues.IsComplete(3), known <= VictimQueues::kEntries);
     for (int64_t key = known; key < known + 200; ++key) {
@@ -191,6 +188,68 @@ TEST(A table with queues evicts what a search of all rows would) {
       }
     }
   }
+}
+
+TEST(A batch never takes the rows that it has found) {
+  for (const Strategy& strategy : kStrategies) {
+    for (const int64_t capacity : {97, 3000}) {
+      for (const int threads : {1, 2, 4}) {
+        SetNumThreads(threads);
+        TableOptions options = SmallTable(2, capacity);
+        options.score_strategy = strategy.score;
+        options.admit_by_frequency = strategy.admits;
+        options.evict_least_used = strategy.least_used;
+        options.shared_rows = strategy.admits ? 1 : 0;
+        options.half_life = strategy.score == ScoreStrategy::kAgedLfu ? 1 : 0;
+        const auto table = Table::Create(options);
+        if (strategy.score == ScoreStrategy::kCustomized) table->set_custom_score(5);
+        LookUpOne(table, Range(0, capacity));
+        // All but the last are found. Each newcomer comes often enough to be admitted.
+        std::vector<int64_t> keys = Range(0, capacity - 1);
+        for (int copy = 0; copy < 9; ++copy) {
+          const auto coming = Range(10000, 10000 + capacity / 3);
+          keys.insert(keys.end(), coming.begin(), coming.end());
+        }
+        const Forward forward = LookUpOne(table, keys);
+        CHECK_EQ(CountFound(*table, Range(0, capacity - 1)), capacity - 1);
+        CHECK_EQ(CountFound(*table, Range(10000, 10000 + capacity / 3)), 1);
+        CHECK_EQ(table->stats().evictions, 1);
+        table->CheckInvariants();
+      }
+    }
+  }
+  SetNumThreads(2);
+}
+
+TEST(Victims in the overflow area are the same on any number of threads) {
+  constexpr int64_t kCapacity = 20011;
+  TableOptions options = SmallTable(2, kCapacity);
+  const HashSecret secret = SecretOf(options.index.seed);
+  // So many keys of the first and the last sixteenth of all hashes, which different threads place,
+  // that the index has no room for them there.
+  std::vector<int64_t> crowd;
+  for (int64_t key = 0; crowd.size() < 12000; ++key) {
+    const uint64_t sixteenth = KeyedHash(key, secret) >> 60;
+    if (sixteenth == 0 || sixteenth == 15) crowd.push_back(key);
+  }
+  std::map<int64_t, RowValues> expected;
+  for (const int threads : {1, 2, 4}) {
+    SetNumThreads(threads);
+    const auto table = Table::Create(options);
+    LookUpOne(table, {crowd.begin(), crowd.begin() + 6000});
+    LookUpOne(table, Range(-kCapacity, -1));  // those that do not fit evict the oldest
+    for (int64_t batch = 0; batch < 6; ++batch) {
+      std::vector<int64_t> keys(crowd.begin() + 6000 + 1000 * batch,
+                                crowd.begin() + 7000 + 1000 * batch);
+      for (int64_t key = 0; key < 3000; ++key) keys.push_back(-1000000 - 3000 * batch - key);
+      LookUpOne(table, keys);
+      table->CheckInvariants();
+    }
+    CHECK_EQ(table->size(), kCapacity);
+    if (threads == 1) expected = AllRows(*table);
+    CHECK(AllRows(*table) == expected);
+  }
+  SetNumThreads(2);
 }
 
 TEST(Rows that live batches hold go last and are not forgotten) {

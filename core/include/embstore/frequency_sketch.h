@@ -5,9 +5,11 @@
 // nothing ever scans the whole sketch. In a full bucket a new key replaces the smallest sum. Keys
 // of a bucket with equal tags share an entry: about one in 4,000.
 //
-// Thread safety: const methods may run together; any other method needs exclusive access.
+// Thread safety: const methods may run together. Add and Take may run together for keys of
+// different parts. Any other method needs exclusive access.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -24,13 +26,24 @@ class FrequencySketch {
   // Room for about this many keys.
   FrequencySketch(int64_t keys, uint64_t seed);
 
-  void Prefetch(int64_t key) const {
-    __builtin_prefetch(buffer_.data() + BucketOf(Hash(key)) * sizeof(Bucket), 1);
-  }
   // Adds to the sum of the key and returns it, both as of this half-life, which never falls.
-  double Add(int64_t key, double amount, int64_t half_life);
+  double Add(int64_t key, double amount, int64_t half_life) {
+    return AddHash(Hash(key), amount, half_life);
+  }
   // Removes the sum of the key and returns it.
-  double Take(int64_t key, int64_t half_life);
+  double Take(int64_t key, int64_t half_life) { return TakeHash(Hash(key), half_life); }
+
+  // The same for callers that know the hash of the key.
+  uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
+  void Prefetch(uint64_t hash) const {
+    __builtin_prefetch(buffer_.data() + BucketOf(hash) * sizeof(Bucket), 1);
+  }
+  // Which of so many parts of the sketch it belongs to.
+  size_t PartOf(uint64_t hash, size_t parts) const {
+    return BucketOf(hash) * parts >> std::countr_zero(count_);
+  }
+  double AddHash(uint64_t hash, double amount, int64_t half_life);
+  double TakeHash(uint64_t hash, int64_t half_life);
 
   std::vector<uint16_t> Save() const;
   // Restores what Save returned. False, and nothing changes, if the sizes differ.
@@ -52,7 +65,6 @@ class FrequencySketch {
   };
   static_assert(sizeof(Bucket) == 64);
 
-  uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
   static size_t BucketsFor(int64_t keys);
   Bucket* buckets() { return reinterpret_cast<Bucket*>(buffer_.data()); }
   size_t BucketOf(uint64_t hash) const { return hash & (count_ - 1); }

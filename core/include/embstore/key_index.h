@@ -78,6 +78,7 @@ class KeyIndex {
     return groups_.size() + overflow_.capacity() * sizeof(OverflowEntry) +
            overflow_places_.size() * sizeof(uint32_t);
   }
+  static bool IsAside(Slot slot) { return slot >= kFirstOverflowSlot; }  // in the overflow area
   int64_t overflow_size() const { return std::ssize(overflow_); }
   // The most places that a search in the overflow area looks at.
   int64_t LongestOverflowSearch() const;

@@ -1,16 +1,19 @@
 // PinnedRows: the live lists of a table, and which rows they protect from eviction.
 //
-// A call that takes rows away first stamps the rows of its own batch and those of other live
-// batches; from then on the stamp of a row tells who holds it.
+// A call that takes rows away first stamps the rows of other live batches; from then on the stamp
+// of a row tells who holds it. The rows of its own batch are many, and scores tell most others
+// apart from them: they are stamped when the first row is asked for whose score does not.
 //
 // Thread safety: Add and Remove may be called by any thread at any time. The table's lock guards
-// the rest: const methods, and Hold of different rows, may run together.
+// the rest: const methods, IsHeld..., and Hold of different rows, may run together.
 //
 // Invariants, between Begin or BeginBatch and the end of the call
-//  1. stamp == stamp_      <=>  the running call holds the row.
-//  2. stamp == stamp_ - 1   =>  another live batch holds it, and the running call does not.
+//  1. stamp == stamp_      <=>  the running call holds the row, and it has been stamped.
+//  2. stamp == stamp_ - 1   =>  another live batch holds it, and 1. does not apply.
+//  3. The score of a row of the own batch that has not been stamped is at least least_own_score_.
 #pragma once
 
+#include <atomic>
 #include <cassert>
 #include <cstdint>
 #include <iterator>
@@ -32,14 +35,23 @@ class PinnedRows {
   // A new call, which holds no rows and knows of none that others hold. Rows are below `capacity`.
   void Begin(int64_t capacity);
   // A new call that holds the rows of the list whose rows() are `own`, beside other live batches.
-  void BeginBatch(const Row* own, int64_t capacity);
+  // The scores of the own rows are at least `least_score`.
+  void BeginBatch(const Row* own, int64_t capacity, uint64_t least_score);
   void Hold(Row row) {
     assert(row >= 0 && static_cast<size_t>(row) < stamps_.size());
     stamps()[row] = stamp_;
   }
-  bool IsHeldByCall(Row row) const { return stamps()[row] == stamp_; }
+  // Of a row and the score of its key.
+  bool IsHeld(Row row, uint64_t score) {
+    StampOwn(score);
+    return stamps()[row] >= stamp_ - 1;
+  }
+  bool IsHeldByCall(Row row, uint64_t score) {
+    StampOwn(score);
+    return stamps()[row] == stamp_;
+  }
+  // REQUIRES: the running call does not hold it.
   bool IsHeldByOthers(Row row) const { return stamps()[row] == stamp_ - 1; }
-  bool IsHeld(Row row) const { return stamps()[row] >= stamp_ - 1; }
   void Prefetch(Row row) const { __builtin_prefetch(stamps() + row, 1); }
 
   // The rows that this call holds become kMissingRow in all lists but the one whose rows() are
@@ -63,6 +75,12 @@ class PinnedRows {
   uint8_t* stamps() const {
     return const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(stamps_.data()));
   }
+  // Stamps the own rows, once, unless none of them has this score.
+  void StampOwn(uint64_t score) {
+    if (score >= least_own_score_ && !own_stamped_.load(std::memory_order_acquire)) StampOwnRows();
+  }
+  void StampOwnRows();
+  void Stamp(const SlotList& list, uint8_t value);
 
   // Never held while waiting for anything else: a thread that must not wait for the table may drop
   // a list.
@@ -70,6 +88,10 @@ class PinnedRows {
   std::vector<SlotList*> lists_;
   HugeBuffer stamps_;  // a byte for each row
   uint8_t stamp_ = 0;
+  const SlotList* own_ = nullptr;  // the list of the running call, or null
+  uint64_t least_own_score_ = 0;
+  std::mutex stamping_;
+  std::atomic<bool> own_stamped_{true};
 };
 
 }  // namespace embstore

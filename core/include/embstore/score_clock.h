@@ -63,6 +63,20 @@ struct BatchScore {
   uint64_t score = 0;
 };
 
+// No key that a batch has found has a smaller score.
+inline uint64_t LeastScoreOfHit(const BatchScore& batch) {
+  switch (batch.update) {
+    case ScoreUpdate::kKeep:
+      return 0;
+    case ScoreUpdate::kCount:
+      return 2;
+    case ScoreUpdate::kSet:
+    case ScoreUpdate::kAge:
+      return batch.score;
+  }
+  return 0;
+}
+
 // How long it takes an aged score to lose half of its worth.
 struct HalfLife {
   int64_t length = 1;

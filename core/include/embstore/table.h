@@ -278,10 +278,11 @@ class Table : public std::enable_shared_from_this<Table> {
   // `rows` belong to a SlotList of this table. Returns the number of distinct refused keys.
   // Over a store their rows are fetched first. If the store throws, no key stays inserted without
   // its row, and no victim is lost.
+  // score: what new rows get, and what was done to the scores of the rows that were found.
   // initial (n, dim): the vectors of new rows, or null for the initializer.
   // Occurrences of keys that were not frequent enough are appended to `unadmitted`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                        uint64_t score, const float* initial, std::vector<uint32_t>& unadmitted);
+                        BatchScore score, const float* initial, std::vector<uint32_t>& unadmitted);
   bool has_shared_rows() const { return options_.shared_rows > 0; }
   // The shared row of a key, or kMissingRow until a training batch uses it.
   Row SharedRow(int64_t key) const;
@@ -334,14 +335,20 @@ class Table : public std::enable_shared_from_this<Table> {
   void MakeRoom(int64_t rows);
   Newcomers Distinct(const int64_t* keys, std::span<const uint32_t> missing, uint64_t score,
                      const uint64_t* scores, const FetchedRows& below) const;
-  void Order(Newcomers& fresh) const;
-  void Evict(Slot slot, int64_t newcomer, Newcomers& fresh);
+  void Order(Newcomers& fresh, std::span<const int64_t> keys,
+             std::span<const uint64_t> scores) const;
+  void Evict(Slot slot, size_t place, Newcomers& fresh);
   // Adds what the sketch knows to the scores of newcomers, and what it learns from them.
   void Recall(Newcomers& fresh);
+  void SortByScore(Newcomers& fresh, size_t begin, size_t end) const;
   // Tells the sketch which keys have rows now, and which have lost theirs.
   void Remember(const Newcomers& fresh);
+  template <typename KeyOf, typename Wanted, typename Use>
+  void UseSketch(const Newcomers& fresh, size_t count, const KeyOf& key_of, const Wanted& wanted,
+                 const Use& use);
   void Place(Newcomers& fresh, Eviction eviction);
-  void PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end);
+  // Whether the overflow area is involved, which Place has to see to.
+  bool PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end);
   uint64_t SumOfScores(uint64_t a, uint64_t b) const;
   FrequencySketch EmptySketch() const;
   std::vector<uint16_t> CounterHeader();
@@ -388,7 +395,7 @@ class Table : public std::enable_shared_from_this<Table> {
   void InsertBeyondBudget(Newcomers& fresh, const FetchedRows& below, const float* initial);
   // scores: those of new rows, or null for `score`.
   int64_t InsertMissing(const int64_t* keys, Row* rows, std::span<const uint32_t> missing,
-                        uint64_t score, const uint64_t* scores, const FetchedRows& below,
+                        BatchScore score, const uint64_t* scores, const FetchedRows& below,
                         const float* initial, std::vector<uint32_t>* unadmitted = nullptr);
   static constexpr int64_t kRowsPerFill = 512;
   static int64_t FillTasks(int64_t rows) { return (rows + kRowsPerFill - 1) / kRowsPerFill; }

@@ -41,6 +41,9 @@ class VictimQueues {
     auto operator<=>(const Rank&) const = default;
   };
   static Rank RankOf(const Entry& entry) { return {entry.worth, HashKey(entry.key)}; }
+  static bool RanksBelow(const Entry& a, const Entry& b) {
+    return a.worth != b.worth ? a.worth < b.worth : HashKey(a.key) < HashKey(b.key);
+  }
 
   explicit VictimQueues(int class_bits)
       : class_bits_(class_bits),
@@ -57,11 +60,7 @@ class VictimQueues {
   void Forget();
 
   // Makes the queue of the smallest of these, which are all keys of the class; reorders them.
-  struct Candidate {
-    Rank rank;
-    int64_t key;
-  };
-  void Fill(size_t in_class, std::span<Candidate> all);
+  void Fill(size_t in_class, std::span<Entry> all);
 
   // REQUIRES of the rest: IsKnown(in_class).
   // The entries, the largest first.
@@ -94,6 +93,7 @@ class VictimQueues {
     Rank bound;
     Entry entries[kEntries];
   };
+  static std::span<Entry> Smallest(std::span<Entry> all);
   Queue& queue(size_t in_class) { return reinterpret_cast<Queue*>(buffer_.data())[in_class]; }
   const Queue& queue(size_t in_class) const {
     return reinterpret_cast<const Queue*>(buffer_.data())[in_class];
