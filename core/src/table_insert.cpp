@@ -100,7 +100,7 @@ void Table::Place(Newcomers& fresh, Eviction eviction) {
     if (!fresh.aside[at]) continue;
     index_->InsertAside({fresh.keys[at], fresh.scores[at], fresh.rows[at]}, fresh.hashes[at]);
     // A queue that was filled since has not seen it.
-    if (!counts_apart()) OfferVictim(fresh.hashes[at], {fresh.scores[at], fresh.keys[at]});
+    if (!counts_apart()) OfferVictim(fresh.hashes[at], {fresh.scores[at], fresh.keys[at]}, true);
     fresh.aside[at] = 0;
   }
 }
@@ -138,7 +138,7 @@ void Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t 
       Evict(slot, static_cast<int64_t>(at), fresh);
     }
     const IndexEntry entry{fresh.keys[at], score, fresh.rows[at]};
-    if (!counts_apart()) OfferVictim(hash, {score, entry.key});
+    if (!counts_apart()) OfferVictim(hash, {score, entry.key}, /*held=*/true);
     fresh.aside[at] = !index_->Insert(entry, hash);
   }
 }
@@ -219,6 +219,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   if (fresh.plain < n) {
     if (!queues_) queues_.emplace(class_bits_);
     pins_.BeginBatch(rows, row_capacity_);
+    queues_->BeginCall();
   }
   for (int64_t j = 0; j < fresh.plain; ++j) {
     fresh.rows[static_cast<size_t>(j)] = rows_.Next(j);
