@@ -117,7 +117,7 @@ void Table::Place(Newcomers& fresh, Eviction eviction) {
     const Newcomers::Newcomer& own = fresh.at(j);
     index_->InsertAside({own.key, own.score, own.row}, own.hash);
     // A queue that was filled since has not seen it.
-    if (!counts_apart()) OfferVictim(own.hash, {own.score, own.key});
+    if (!counts_apart()) OfferVictim(own.hash, {own.score, own.key}, /*held=*/true);
     homeless = false;
   }
 }
@@ -157,7 +157,7 @@ bool Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t 
       Evict(slot, i, fresh);
       aside |= KeyIndex::IsAside(slot);
     }
-    if (!counts_apart()) OfferVictim(own.hash, {own.score, own.key});
+    if (!counts_apart()) OfferVictim(own.hash, {own.score, own.key}, /*held=*/true);
     if (index_->Insert({own.key, own.score, own.row}, own.hash)) continue;
     aside = fresh.fates[i].aside = true;
   }
@@ -241,6 +241,7 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
   if (fresh.plain < n) {
     if (!queues_) queues_.emplace(class_bits_);
     pins_.BeginBatch(rows, row_capacity_, LeastScoreOfHit(score));
+    queues_->BeginCall();
   }
   if (unadmitted) Recall(fresh);
   std::vector<Evicted> evicted;

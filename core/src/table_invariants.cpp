@@ -50,7 +50,7 @@ void Table::CheckQueues() const {
   }
   index_->VisitAll([&](Slot, const IndexEntry& entry) {
     const size_t in_class = ClassOf(index_->Hash(entry.key));
-    if (!queues_->IsKnown(in_class)) return;
+    if (!queues_->IsKnown(in_class) || IsLeftOut(entry.score)) return;
     const uint64_t worth = Worth(entry);
     if (VictimQueues::RankOf({worth, entry.key}) > queues_->bound(in_class)) return;
     const auto entries = queues_->entries(in_class);

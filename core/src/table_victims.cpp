@@ -31,6 +31,7 @@ void Table::FillQueue(size_t in_class) {
   VictimQueues::Entry all[kAtOnce];
   size_t count = 0;
   uint64_t most = UINT64_MAX;  // what is worth more is not among the smallest
+  bool all_met = true;
   const bool by_score = !counts_apart();
   index_->VisitHashes(
       FirstOf(in_class), LastOf(in_class),
@@ -38,6 +39,10 @@ void Table::FillQueue(size_t in_class) {
       [&](Slot, const IndexEntry& entry) {
         const uint64_t worth = Worth(entry);
         if (worth > most) return;
+        if (IsLeftOut(entry.score) && pins_.IsHeld(entry.row, entry.score)) {
+          all_met = false;
+          return;
+        }
         all[count++] = {worth, entry.key};
         if (count < kAtOnce) return;
         constexpr size_t kKept = VictimQueues::kEntries + 1;
@@ -45,14 +50,15 @@ void Table::FillQueue(size_t in_class) {
         most = all[kKept - 1].worth;
         count = kKept;
       });
-  queues_->Fill(in_class, {all, count});
+  queues_->Fill(in_class, {all, count}, all_met);
 }
 
 Slot Table::Smallest(size_t in_class, uint64_t most) {
   for (bool filled = false;; filled = true) {
     if (queues_->IsKnown(in_class)) {
-      for (int at = static_cast<int>(queues_->entries(in_class).size()) - 1; at >= 0; --at) {
-        const VictimQueues::Entry next = queues_->entries(in_class)[static_cast<size_t>(at)];
+      while (const VictimQueues::Entry* const found = queues_->Next(in_class)) {
+        const VictimQueues::Entry next = *found;
+        const auto at = static_cast<int>(found - queues_->entries(in_class).data());
         if (next.worth > most) return kNoSlot;
         const Slot slot = index_->Find(next.key);
         if (slot == kNoSlot) {
@@ -62,12 +68,13 @@ Slot Table::Smallest(size_t in_class, uint64_t most) {
         const IndexEntry entry = index_->entry(slot);
         if (const uint64_t worth = Worth(entry); worth != next.worth) {
           queues_->Remove(in_class, at);
-          if (queues_->Offer(in_class, {worth, next.key})) {  // it may be the next one still
-            at = std::min(at + 1, static_cast<int>(queues_->entries(in_class).size()));
-          }
+          queues_->Offer(in_class, {worth, next.key});  // it may be the next one still
           continue;
         }
-        if (pins_.IsHeld(entry.row, entry.score)) continue;  // it may go after this batch
+        if (pins_.IsHeld(entry.row, entry.score)) {  // it may go after this batch
+          queues_->HoldNext(in_class);
+          continue;
+        }
         queues_->Remove(in_class, at);
         return slot;
       }
@@ -126,8 +133,9 @@ Slot Table::Victim(uint64_t hash) {
   return slot;
 }
 
-void Table::OfferVictim(uint64_t hash, const VictimQueues::Entry& entry) {
-  if (queues_ && queues_->IsKnown(ClassOf(hash))) queues_->Offer(ClassOf(hash), entry);
+void Table::OfferVictim(uint64_t hash, const VictimQueues::Entry& entry, bool held) {
+  if (!queues_ || !queues_->IsKnown(ClassOf(hash)) || (held && IsLeftOut(entry.worth))) return;
+  queues_->Offer(ClassOf(hash), entry, held);
 }
 
 void Table::NoteScore(uint64_t score) {

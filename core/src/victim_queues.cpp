@@ -32,10 +32,10 @@ std::span<VictimQueues::Entry> VictimQueues::Smallest(std::span<Entry> all) {
   return all.first(n);
 }
 
-void VictimQueues::Fill(size_t in_class, std::span<Entry> all) {
-  const bool complete = all.size() <= size_t{kEntries};
-  const size_t kept = complete ? all.size() : size_t{kEntries};
-  if (!complete) all = Smallest(all);
+void VictimQueues::Fill(size_t in_class, std::span<Entry> all, bool none_left_out) {
+  const size_t kept = std::min(all.size(), size_t{kEntries});
+  const bool complete = none_left_out && kept == all.size();
+  if (kept < all.size()) all = Smallest(all);
   constexpr size_t kWorthSelecting = 2 * kEntries;
   if (all.size() > kWorthSelecting) {
     std::nth_element(all.begin(), all.begin() + kEntries, all.end(), RanksBelow);
@@ -44,19 +44,21 @@ void VictimQueues::Fill(size_t in_class, std::span<Entry> all) {
   std::sort(all.begin(), all.end(), RanksBelow);
   Queue& queue = this->queue(in_class);
   std::reverse_copy(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(kept), queue.entries);
-  queue.bound = complete ? kNoBound : RankOf(all[kept - 1]);
+  queue.bound = complete ? kNoBound : kept ? RankOf(all[kept - 1]) : Rank{};
   counts_[in_class] = static_cast<uint8_t>(kept);
+  SetHeld(in_class, 0);
 }
 
 void VictimQueues::Remove(size_t in_class, int at) {
   uint8_t& count = counts_[in_class];
   assert(at >= 0 && at < count && count != kUnknown);
   Entry* const entries = queue(in_class).entries;
+  if (at >= count - held(in_class)) SetHeld(in_class, held(in_class) - 1);
   std::copy(entries + at + 1, entries + count, entries + at);
   --count;
 }
 
-bool VictimQueues::Offer(size_t in_class, const Entry& entry) {
+bool VictimQueues::Offer(size_t in_class, const Entry& entry, bool held) {
   uint8_t& count = counts_[in_class];
   Queue& queue = this->queue(in_class);
   const Rank rank = RankOf(entry);
@@ -64,11 +66,15 @@ bool VictimQueues::Offer(size_t in_class, const Entry& entry) {
   int at = count;  // the first that ranks below, which are at the end
   while (at > 0 && RankOf(queue.entries[at - 1]) < rank) --at;
   if (at > 0 && RankOf(queue.entries[at - 1]) == rank) return true;  // the same key once more
-  if (count == kEntries) {                                           // the largest goes
-    if (at == 0) {
-      queue.bound = RankOf(queue.entries[0]);
-      return false;
-    }
+  const int after = count - at;                                      // entries that rank below
+  if (count == kEntries && at == 0) {
+    queue.bound = RankOf(queue.entries[0]);
+    return false;
+  }
+  if (after < this->held(in_class)) {
+    SetHeld(in_class, held ? std::min(this->held(in_class) + 1, kEntries) : after);
+  }
+  if (count == kEntries) {  // the largest goes
     std::copy(queue.entries + 1, queue.entries + at, queue.entries);
     queue.entries[at - 1] = entry;
     queue.bound = RankOf(queue.entries[0]);

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +60,40 @@ TEST(A queue holds the smallest keys of its class and nothing else) {
     CHECK(!queues.IsKnown(2));
     queues.Forget();
     CHECK(!queues.IsKnown(3));
+  }
+}
+
+TEST(A call that has seen keys that it must not evict is offered the smallest of the others) {
+  for (const int64_t known : {1, 7, 30, 97}) {
+    std::mt19937_64 random(static_cast<uint64_t>(known));
+    VictimQueues queues(0);
+    std::set<int64_t> held;
+    std::vector<Entry> candidates;
+    for (int64_t key = 0; key < known; ++key) {
+      candidates.push_back({1 + random() % 3, key});
+      if (random() % 2) held.insert(key);
+    }
+    queues.Fill(0, candidates);
+    for (int64_t key = known; key < known + 300; ++key) {
+      if (random() % 29 == 0) {
+        queues.BeginCall();
+        CHECK_EQ(queues.held(0), 0);
+        for (const Entry& entry : queues.entries(0)) {
+          if (random() % 2) held.erase(entry.key);
+        }
+      }
+      const Entry* next = queues.Next(0);
+      for (; next && held.contains(next->key); next = queues.Next(0)) queues.HoldNext(0);
+      const auto entries = queues.entries(0);
+      auto smallest = static_cast<int64_t>(entries.size()) - 1;
+      while (smallest >= 0 && held.contains(entries[static_cast<size_t>(smallest)].key)) --smallest;
+      CHECK_EQ(next ? next - entries.data() : -1, smallest);
+      CHECK_EQ(queues.held(0), static_cast<int64_t>(entries.size()) - 1 - smallest);
+      if (next && random() % 2) queues.Remove(0, static_cast<int>(next - entries.data()));
+      const bool is_held = random() % 2;
+      if (is_held) held.insert(key);
+      queues.Offer(0, {1 + random() % 3, key}, is_held);
+    }
   }
 }
 

@@ -220,6 +220,24 @@ def test_prefetched_rows_are_resident_until_released():
     del held
 
 
+@pytest.mark.parametrize("capacity", [32, 128])
+@pytest.mark.parametrize("strategy", ["timestamp", "step"])
+def test_prefetched_rows_that_nobody_used_make_room_for_others(strategy, capacity):
+    cached, _, _ = make(MemoryStore, capacity=capacity, score_strategy=strategy)
+    share = 3 * capacity // 4
+    for start in range(0, 4 * capacity, share):
+        cached.find_or_insert(np.arange(start, start + share))
+    wanted = np.arange(share)  # long evicted
+    held = cached.prefetch(wanted)
+    cached.find_or_insert(np.arange(5000, 5000 + capacity // 8))  # while all of them are held
+    del held
+    for start in range(6000, 6000 + 2 * capacity, 4):
+        cached.find_or_insert(np.arange(start, start + 4))
+        resident = np.concatenate([block.keys for block in cached.resident()])
+        assert len(resident) <= capacity
+    assert not np.isin(wanted, resident).any()
+
+
 def test_a_python_store_may_be_used_while_other_threads_drop_batches():
     # The store needs the GIL while the table's lock is held; the other threads hold the GIL when they
     # drop their pins. Neither may wait for the other.

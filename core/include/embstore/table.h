@@ -376,9 +376,16 @@ class Table : public std::enable_shared_from_this<Table> {
   template <typename IsHeld>
   Slot SearchClass(size_t in_class, uint64_t most, const IsHeld& is_held) const;
   void FillQueue(size_t in_class);
+  // A row that a batch ahead has brought up, and that is held until it is used, would be among the
+  // smallest: with many of them a queue would offer few rows that may go. So they are left out, and
+  // one that is dropped unused goes after the next fill.
+  bool IsLeftOut(uint64_t score) const {
+    return score == kUnusedScore && below_.exists() && !counts_occurrences() && !counts_apart() &&
+           options_.score_strategy != ScoreStrategy::kCustomized;
+  }
   void CheckQueues() const;
   // A key that is new or came back, with at most its worth.
-  void OfferVictim(uint64_t hash, const VictimQueues::Entry& entry);
+  void OfferVictim(uint64_t hash, const VictimQueues::Entry& entry, bool held = false);
   void ForgetVictims() {
     if (queues_) queues_->Forget();
   }

@@ -11,12 +11,16 @@
 // worth of the smallest with the present one and renews it. A worth that falls, and a new key, must
 // be offered.
 //
+// A call of the owner must not evict some keys, which stay in the queue for later ones. Once it has
+// seen that the smallest entries are such keys, held() keeps it from looking at them again.
+//
 // Thread safety: const methods may run together; others too, for different classes.
 //
 // Invariants, of a class that is known
 //  1. entries are in descending order, none ranks above `bound`.
-//  2. A key of the class that has no entry ranks above `bound`. The worth of an entry is at most
-//     that of its key. Entries of keys that are gone may remain.
+//  2. A key of the class that has no entry ranks above `bound`, or is left out. The worth of an
+//     entry is at most that of its key. Entries of keys that are gone may remain.
+//  3. The running call must not evict the keys of the last held() entries.
 #pragma once
 
 #include <compare>
@@ -48,19 +52,23 @@ class VictimQueues {
   explicit VictimQueues(int class_bits)
       : class_bits_(class_bits),
         counts_(size_t{1} << class_bits, kUnknown),
+        held_(size_t{1} << class_bits),
         buffer_(sizeof(Queue) << class_bits) {}
 
   static int64_t BytesFor(int class_bits) {
-    return static_cast<int64_t>(sizeof(Queue) + 1) << class_bits;
+    return static_cast<int64_t>(sizeof(Queue) + sizeof(Held) + 1) << class_bits;
   }
   int64_t bytes() const { return BytesFor(class_bits_); }
 
   bool IsKnown(size_t in_class) const { return counts_[in_class] != kUnknown; }
   // Forgets what it knows of all classes.
   void Forget();
+  // A new call, which has seen no entries yet.
+  void BeginCall() { ++call_; }
 
-  // Makes the queue of the smallest of these, which are all keys of the class; reorders them.
-  void Fill(size_t in_class, std::span<Entry> all);
+  // Makes the queue of the smallest of these, which are all keys of the class but those that the
+  // owner leaves out; reorders them.
+  void Fill(size_t in_class, std::span<Entry> all, bool none_left_out = true);
 
   // REQUIRES of the rest: IsKnown(in_class).
   // The entries, the largest first.
@@ -71,8 +79,16 @@ class VictimQueues {
   // Every key of the class has an entry.
   bool IsComplete(size_t in_class) const { return bound(in_class) == kNoBound; }
   void Remove(size_t in_class, int at);
-  // A key that is new, or whose worth has changed. Returns whether there is an entry for it now.
-  bool Offer(size_t in_class, const Entry& entry);
+  // A key that is new, or whose worth has changed. held: the call must not evict it. Returns
+  // whether there is an entry for it now.
+  bool Offer(size_t in_class, const Entry& entry, bool held = false);
+  // How many of the last entries the call has seen and must not evict.
+  int held(size_t in_class) const {
+    const Held& seen = held_[in_class];
+    return seen.call == call_ ? seen.entries : 0;
+  }
+  // The last entry before these is such a one too.
+  void HoldNext(size_t in_class) { SetHeld(in_class, held(in_class) + 1); }
 
   // First the queue, then what it names.
   void Prefetch(size_t in_class) const {
@@ -82,8 +98,9 @@ class VictimQueues {
   }
   // The key that goes next unless its worth has risen, or null.
   const Entry* Next(size_t in_class) const {
-    if (!IsKnown(in_class) || counts_[in_class] == 0) return nullptr;
-    return &queue(in_class).entries[counts_[in_class] - 1];
+    if (!IsKnown(in_class)) return nullptr;
+    const int left = counts_[in_class] - held(in_class);
+    return left > 0 ? &queue(in_class).entries[left - 1] : nullptr;
   }
 
  private:
@@ -94,6 +111,11 @@ class VictimQueues {
     Entry entries[kEntries];
   };
   static std::span<Entry> Smallest(std::span<Entry> all);
+  struct Held {
+    uint32_t call = 0;
+    int32_t entries = 0;
+  };
+  void SetHeld(size_t in_class, int entries) { held_[in_class] = {call_, entries}; }
   Queue& queue(size_t in_class) { return reinterpret_cast<Queue*>(buffer_.data())[in_class]; }
   const Queue& queue(size_t in_class) const {
     return reinterpret_cast<const Queue*>(buffer_.data())[in_class];
@@ -101,6 +123,8 @@ class VictimQueues {
 
   int class_bits_;
   std::vector<uint8_t> counts_;  // of entries; apart, to know their place before they are read
+  std::vector<Held> held_;
+  uint32_t call_ = 1;
   HugeBuffer buffer_;
 };
 
