@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import threading
 from collections import Counter
@@ -31,10 +32,12 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutation"
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
 WANTED = 0.95
+SECONDS = (0.2, 2.0, math.inf)  # of CPU time: tests of the first, then of the second kind, then all
 CPP = {
-    "index": ("key_index.cpp", "slot_map.cpp", "hash.cpp"),
-    "eviction": ("table_insert.cpp", "table_admission.cpp", "admission.cpp", "frequency_sketch.cpp")
-    + ("expiry.cpp", "budget.cpp", "score_clock.cpp", "importance.cpp"),
+    "index": ("key_index.cpp", "overflow_area.cpp", "probe.inc", "slot_map.cpp", "hash.cpp"),
+    "eviction": ("table_insert.cpp", "table_victims.cpp", "victim_queues.cpp", "pinned_rows.cpp")
+    + ("row_heap.cpp", "table_admission.cpp", "admission.cpp", "frequency_sketch.cpp", "expiry.cpp")
+    + ("budget.cpp", "score_clock.cpp", "importance.cpp"),
     "reduce": ("gradient.cpp", "grouping.cpp", "segment_sum.inc"),
     "store": ("store.cpp", "tiered_store.cpp", "ssd_store.cpp", "ssd_segments.cpp", "ssd_files.cpp")
     + ("ssd_index.cpp", "ssd_checkpoint.cpp", "lower_tier.cpp", "table_store.cpp"),
@@ -156,27 +159,35 @@ def examine(
     are run again; otherwise what noticed it then comes first."""
     file = work / "noticed.json"
     known = {} if fresh or not file.exists() else json.loads(file.read_text())
+    codes = {  # before they are run: a file may change meanwhile
+        file: hashlib.sha1((ROOT / file).read_bytes()).hexdigest()
+        for file in {mutant.file for mutant in numbered.values()}
+    }
     ends: dict[int, str] = {}
     lock = threading.Lock()
 
-    def one(number: int) -> None:
+    def one(number: int, seconds: float) -> None:
         name, mutant = names[number], numbered[number]
         before = known.get(name, {})
-        code = hashlib.sha1((ROOT / mutant.file).read_bytes()).hexdigest()
+        code = codes[mutant.file]
         end, test = before.get("end"), before.get("test")
         same = before.get("code") == code
         if test is None or not same or before["states"].get(test) != tests.state(test):
-            end, test = tests.run(number, test, before["states"] if same else {})
-        states = {t: tests.state(t) for t in ([test] if test else tests.reaching(number))}
+            end, test = tests.run(number, test, before["states"] if same else {}, seconds)
+        states = {t: tests.state(t) for t in ([test] if test else tests.reaching(number, seconds))}
         with lock:
             ends[number] = end
             known[name] = {"end": end, "test": test, "code": code, "states": states}
             file.write_text(json.dumps(known, indent=0))
-            if len(ends) % 20 == 0:
-                print(f"  {len(ends)} of {len(numbered)}", file=sys.stderr, flush=True)
 
+    # Most mutants fall to quick tests, so all of them meet those first.
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, numbered))
+        for seconds in SECONDS:
+            left = [n for n in numbered if ends.get(n) in (None, SURVIVED, NOT_REACHED)]
+            list(pool.map(one, left, [seconds] * len(left)))
+            killed = sum(end not in (SURVIVED, NOT_REACHED) for end in ends.values())
+            told = f"  {killed} of {len(numbered)} by tests of {seconds} s"
+            print(told, file=sys.stderr, flush=True)
     return ends
 
 
