@@ -166,17 +166,27 @@ class Tests:
         code = process.wait()
         return "passed" if code == 0 else "failed" if code > 0 else "died or hung"
 
-    def reaching(self, number: int, seconds: float = math.inf) -> list[str]:
-        """C++ programs, then Python tests that reach a mutant, first those that are quick and reach few. A
-        mutant that importing asks about is reached by all that reach another one of its module."""
-        same = {n for n, m in self._numbered.items() if m.file == self._numbered[number].file}
+    def reaching(self, number: int, most: float = math.inf) -> list[str]:
+        """C++ programs, then Python tests that reach a mutant and cost less than `most`, the cheapest first.
+        A mutant that importing asks about is reached by all that reach another one of its module."""
+        file = self._numbered[number].file
+        same = {n for n, m in self._numbered.items() if m.file == file}
         wanted = same if number in self._at_import else {number}
 
-        def ordered(known: dict[str, tuple[float, set[int]]]) -> list[str]:
-            names = [name for name, (time, reached) in known.items() if time < seconds and wanted & reached]
-            return sorted(names, key=lambda name: known[name][0] * len(known[name][1]))
+        def cost(name: str, seconds: float) -> float:
+            """CPU time; less for the tests of the file, which are the most likely to notice."""
+            return seconds / 10 if name.split("_")[0] == Path(file).stem.split("_")[0] else seconds
 
-        cases = ordered(self._cases)
+        def ordered(known: dict[str, tuple[float, set[int]]]) -> list[str]:
+            costs = {
+                name: (cost(name, seconds) * len(reached), name)
+                for name, (seconds, reached) in known.items()
+                if cost(name, seconds) < most and wanted & reached
+            }
+            return sorted(costs, key=costs.__getitem__)
+
+        # A fork of Python costs more than most C++ programs: those come last where there are both.
+        cases = [] if most < math.inf and not file.endswith(".py") else ordered(self._cases)
         times = itertools.accumulate(self._cases[name][0] for name in cases)
         return ordered(self._programs) + [name for name, time in zip(cases, times) if time < CASES_SECONDS]
 
@@ -186,14 +196,13 @@ class Tests:
         return self._states.get(file, "")
 
     def run(
-        self, number: int, likely: str | None, passed: dict[str, str], seconds: float
+        self, number: int, likely: str | None, passed: dict[str, str], most: float
     ) -> tuple[str, str | None]:
-        """How tests that take less than `seconds` noticed the mutant, and which; nothing, where it survived.
+        """How tests that cost less than `most` noticed the mutant, and which; nothing, where it survived.
         `likely` is tried first, and what has `passed` is skipped if it is the same."""
-        tests = [test for test in self.reaching(number, seconds) if passed.get(test) != self.state(test)]
-        if likely in tests:
-            tests.remove(likely)
-            tests.insert(0, likely)
+        tests = [test for test in self.reaching(number, most) if passed.get(test) != self.state(test)]
+        if likely in self.reaching(number) and passed.get(likely) != self.state(likely):
+            tests = [likely, *(test for test in tests if test != likely)]
         runner = self._runners.get()
         try:
             while tests:
