@@ -164,17 +164,28 @@ def state_of(work: Path) -> str:
 
 
 def syntax_errors(work: Path, changed: set[str]) -> set[tuple[str, int]]:
-    """File names and lines: cheaper to find than by compiling everything."""
+    """File names and lines: cheaper to find than by compiling everything. Files that were clean stay so."""
+    clean = work / "cpp" / "clean.json"
+    known = set(json.loads(clean.read_text())) if clean.exists() else set()
+    headers = b"".join(path.read_bytes() for path in sorted((work / "core").rglob("*.h")))
+
+    def digest(file: str) -> str:
+        return hashlib.sha1((work / file).read_bytes() + headers).hexdigest()
 
     def of(file: str) -> list[tuple[str, str]]:
+        if digest(file) in known:
+            return []
         source = "core/src/kernels_isa.cpp" if file.endswith(".inc") else file
         command = ["c++", "-std=c++20", "-fsyntax-only", "-DEMBSTORE_ISA=plain", "-fmax-errors=0"]
         command += [f"-I{work}/core/include", str(work / source)]
         return ERROR.findall(subprocess.run(command, capture_output=True, text=True).stderr)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(of, sorted(changed))
-        return {(name, int(line)) for errors in found for name, line in errors}
+        found = dict(zip(sorted(changed), pool.map(of, sorted(changed))))
+    known |= {digest(file) for file, errors in found.items() if not errors}
+    clean.parent.mkdir(exist_ok=True)
+    clean.write_text(json.dumps(sorted(known)))
+    return {(name, int(line)) for errors in found.values() for name, line in errors}
 
 
 def compiled(work: Path, changed: set[str]) -> set[tuple[str, int]]:
