@@ -198,6 +198,13 @@ def read_replies(data: bytes) -> None:
             answers.next()
 
 
+def read_json_body(data: bytes) -> None:
+    from embstore.serving.server import Refused, _ids
+
+    with contextlib.suppress(Refused):
+        _ids(data, max_ids=1000)
+
+
 def make_options(data: bytes) -> None:
     options = json.loads(data)
     if isinstance(options, dict) and all(isinstance(name, str) for name in options):
@@ -248,6 +255,15 @@ TARGETS = {
             lambda: [wire.pack_request({"user": np.array(KEYS), "a/b": np.array([1])})],
             wire.unpack_request,
             (wire.WireError,),
+        ),
+        Target(
+            "http-json",
+            lambda: [
+                b'{"tables": {"user": [7, -1, "9223372036854775807"], "a/b": []}}',
+                b'{"tables": {"user": [true, 1.5, null, 1e99, "x"]}}',
+            ],
+            read_json_body,
+            (),
         ),
         Target(
             "http-response",

@@ -71,6 +71,8 @@ SITE = """import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
 """
 
+# Asserts and the checks of the standard library are on, as in the tests under sanitizers.
+CHECKED = {"-O3": "-O1", "-DNDEBUG": "-D_GLIBCXX_ASSERTIONS"}
 ERROR = re.compile(r"([\w.]+\.(?:cpp|inc)):(\d+):\d+: (?:fatal )?error")
 
 
@@ -123,9 +125,12 @@ def build(work: Path, numbered: dict[int, Mutant]) -> dict[int, Mutant]:
             [engine] = (ROOT / ".venv").glob("lib/python3*/site-packages/embstore/_core*.so")
             put(work / "src/embstore" / engine.name, engine.read_bytes())
             return left
-        changed = {m.file for m in left.values()}
-        errors = syntax_errors(work, changed) or compiled(work, changed)
+        changed = {m.file for m in left.values() if not m.file.endswith(".py")}
+        state, built = state_of(work), work / "cpp" / "built.sha1"
+        same = built.exists() and built.read_text() == state
+        errors = set() if same else syntax_errors(work, changed) or compiled(work, changed)
         if not errors:
+            built.write_text(state)
             [engine] = (work / "cpp").glob("_core*.so")
             put(work / "src/embstore" / engine.name, engine.read_bytes())
             return left
@@ -148,18 +153,39 @@ def _covers(mutant: Mutant, line: int) -> bool:
     return first <= line <= text.count("\n", 0, mutant.end) + 1
 
 
+def state_of(work: Path) -> str:
+    """Changes with everything that is compiled, the tests too."""
+    digest = hashlib.sha1(repr(CHECKED).encode())
+    for folder in ("core", "bindings", "tests/stores"):
+        for path in sorted((work / folder).rglob("*")):
+            if path.suffix in (".cpp", ".h", ".inc"):
+                digest.update(str(path).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def syntax_errors(work: Path, changed: set[str]) -> set[tuple[str, int]]:
-    """File names and lines: cheaper to find than by compiling everything."""
+    """File names and lines: cheaper to find than by compiling everything. Files that were clean stay so."""
+    clean = work / "cpp" / "clean.json"
+    known = set(json.loads(clean.read_text())) if clean.exists() else set()
+    headers = b"".join(path.read_bytes() for path in sorted((work / "core").rglob("*.h")))
+
+    def digest(file: str) -> str:
+        return hashlib.sha1((work / file).read_bytes() + headers).hexdigest()
 
     def of(file: str) -> list[tuple[str, str]]:
+        if digest(file) in known:
+            return []
         source = "core/src/kernels_isa.cpp" if file.endswith(".inc") else file
         command = ["c++", "-std=c++20", "-fsyntax-only", "-DEMBSTORE_ISA=plain", "-fmax-errors=0"]
         command += [f"-I{work}/core/include", str(work / source)]
         return ERROR.findall(subprocess.run(command, capture_output=True, text=True).stderr)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(of, sorted(f for f in changed if not f.endswith(".py")))
-        return {(name, int(line)) for errors in found for name, line in errors}
+        found = dict(zip(sorted(changed), pool.map(of, sorted(changed))))
+    known |= {digest(file) for file, errors in found.items() if not errors}
+    clean.parent.mkdir(exist_ok=True)
+    clean.write_text(json.dumps(sorted(known)))
+    return {(name, int(line)) for errors in found.values() for name, line in errors}
 
 
 def compiled(work: Path, changed: set[str]) -> set[tuple[str, int]]:
@@ -168,8 +194,7 @@ def compiled(work: Path, changed: set[str]) -> set[tuple[str, int]]:
     base, made = ROOT / "build" / "cpp", work / "cpp"
     made.mkdir(exist_ok=True)
     subprocess.run([str(BIN / "cmake"), "--build", str(base)], check=True, stdout=subprocess.DEVNULL)
-    native = {file for file in changed if not file.endswith(".py")}
-    sources = {"core/src/kernels_isa.cpp" if file.endswith(".inc") else file for file in native}
+    sources = {"core/src/kernels_isa.cpp" if file.endswith(".inc") else file for file in changed}
     headers = b"".join(path.read_bytes() for path in sorted((work / "core").rglob("*.h")))
     commands = [(c["file"], c["command"]) for c in json.loads((base / "compile_commands.json").read_text())]
     own = next(command for file, command in commands if file.endswith("/key_index.cpp"))
@@ -179,10 +204,11 @@ def compiled(work: Path, changed: set[str]) -> set[tuple[str, int]]:
         words = [word.replace(str(ROOT / "core"), str(work / "core")) for word in shlex.split(command)]
         place = made / words[words.index("-o") + 1].replace("/", "-")
         words[words.index("-o") + 1] = str(place)
-        words = ["-O1" if word == "-O3" else word for word in words]
+        words = [CHECKED.get(word, word) for word in words]
         digest = hashlib.sha1(repr(words).encode() + (work / name).read_bytes() + headers).hexdigest()
         if name.endswith("isa.cpp"):
-            digest += hashlib.sha1(b"".join((work / f).read_bytes() for f in sorted(changed))).hexdigest()
+            included = sorted((work / "core/src").glob("*.inc"))
+            digest += hashlib.sha1(b"".join(path.read_bytes() for path in included)).hexdigest()
         mark = place.with_suffix(".sha1")
         if place.exists() and mark.exists() and mark.read_text() == digest:
             return str(place), set()

@@ -9,7 +9,8 @@ Comparisons, constants, arithmetic and calls of the index, eviction and admissio
 formats and checkpoints are changed, one at a time. A mutant is killed when a test fails, crashes or hangs.
 Mutants that change nothing that a caller can see are in trust/equivalent_mutants.txt with the reason, and do
 not count. What noticed a mutant is kept in build/mutation: a run that was stopped goes on where it was, and
-the next one only asks again where code or tests have changed.
+the next one only asks again where code or tests have changed. trust/noticed_mutants.json has the test that
+noticed each, which a run in a fresh clone tries first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import threading
 from collections import Counter
@@ -30,11 +32,14 @@ from trust.mutation_tests import NOT_REACHED, SURVIVED, Tests
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutation"
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
+NOTICED = Path(__file__).parent / "noticed_mutants.json"  # the test that noticed each, tried first again
 WANTED = 0.95
+COSTS = (0.2, 0.6, 2.0, 10.0, math.inf)  # all mutants meet the cheapest tests first, then the next ones
 CPP = {
-    "index": ("key_index.cpp", "slot_map.cpp", "hash.cpp"),
-    "eviction": ("table_insert.cpp", "table_admission.cpp", "admission.cpp", "frequency_sketch.cpp")
-    + ("expiry.cpp", "budget.cpp", "score_clock.cpp", "importance.cpp"),
+    "index": ("key_index.cpp", "overflow_area.cpp", "probe.inc", "slot_map.cpp", "hash.cpp"),
+    "eviction": ("table_insert.cpp", "table_victims.cpp", "victim_queues.cpp", "pinned_rows.cpp")
+    + ("row_heap.cpp", "table_admission.cpp", "admission.cpp", "frequency_sketch.cpp", "expiry.cpp")
+    + ("budget.cpp", "score_clock.cpp", "importance.cpp"),
     "reduce": ("gradient.cpp", "grouping.cpp", "segment_sum.inc"),
     "store": ("store.cpp", "tiered_store.cpp", "ssd_store.cpp", "ssd_segments.cpp", "ssd_files.cpp")
     + ("ssd_index.cpp", "ssd_checkpoint.cpp", "lower_tier.cpp", "table_store.cpp"),
@@ -156,27 +161,37 @@ def examine(
     are run again; otherwise what noticed it then comes first."""
     file = work / "noticed.json"
     known = {} if fresh or not file.exists() else json.loads(file.read_text())
+    likely = {} if fresh or not NOTICED.exists() else json.loads(NOTICED.read_text())
+    codes = {  # before they are run: a file may change meanwhile
+        file: hashlib.sha1((ROOT / file).read_bytes()).hexdigest()
+        for file in {mutant.file for mutant in numbered.values()}
+    }
     ends: dict[int, str] = {}
     lock = threading.Lock()
 
-    def one(number: int) -> None:
+    def one(number: int, cost: float) -> None:
         name, mutant = names[number], numbered[number]
         before = known.get(name, {})
-        code = hashlib.sha1((ROOT / mutant.file).read_bytes()).hexdigest()
-        end, test = before.get("end"), before.get("test")
+        code = codes[mutant.file]
+        end, test = before.get("end"), before.get("test") or likely.get(name)
         same = before.get("code") == code
-        if test is None or not same or before["states"].get(test) != tests.state(test):
-            end, test = tests.run(number, test, before["states"] if same else {})
-        states = {t: tests.state(t) for t in ([test] if test else tests.reaching(number))}
+        if test is None or not same or before.get("states", {}).get(test) != tests.state(test):
+            end, test = tests.run(number, test, before["states"] if same else {}, cost)
+        states = {t: tests.state(t) for t in ([test] if test else tests.reaching(number, cost))}
         with lock:
             ends[number] = end
             known[name] = {"end": end, "test": test, "code": code, "states": states}
             file.write_text(json.dumps(known, indent=0))
-            if len(ends) % 20 == 0:
-                print(f"  {len(ends)} of {len(numbered)}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, numbered))
+        for cost in COSTS:
+            left = [n for n in numbered if ends.get(n) in (None, SURVIVED, NOT_REACHED)]
+            list(pool.map(one, left, [cost] * len(left)))
+            killed = sum(end not in (SURVIVED, NOT_REACHED) for end in ends.values())
+            told = f"  {killed} of {len(numbered)} by tests that cost up to {cost} s"
+            print(told, file=sys.stderr, flush=True)
+    noticed = likely | {name: known[name]["test"] for name in map(names.get, numbered) if known[name]["test"]}
+    NOTICED.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")
     return ends
 
 

@@ -82,7 +82,7 @@ ForkGuard::Held*& ForkGuard::held() {
   return held;
 }
 
-void ForkGuard::Add(const std::shared_ptr<RwLock>& lock) {
+void ForkGuard::Register() {
   static const int registered = [] {
     // Before a fork the newest handler runs first. A thread that works on a table may need a
     // recycled buffer, so those must register their handler before this one.
@@ -90,11 +90,15 @@ void ForkGuard::Add(const std::shared_ptr<RwLock>& lock) {
     return pthread_atfork(BeforeFork, InParent, InChild);
   }();
   (void)registered;
-  if (lock) StoreLocks().Add(lock);
+}
+
+void ForkGuard::Add(const std::shared_ptr<RwLock>& lock) {
+  Register();
+  StoreLocks().Add(lock);
 }
 
 void ForkGuard::Add(const std::shared_ptr<Table>& table) {
-  Add(std::shared_ptr<RwLock>());  // the handlers
+  Register();
   Tables().Add(table);
 }
 
@@ -123,6 +127,7 @@ void ForkGuard::Acquire(int seconds) {
 }
 
 void ForkGuard::Prepare() {
+  Register();  // without InChild, the mutex would stay locked in the child
   held()->mutex.lock();
   held()->owned = true;
   t_prepared = true;

@@ -140,12 +140,13 @@ std::vector<int64_t> SsdStoreImpl::SegmentsOf(const std::vector<uint64_t>& sorte
 }
 
 void SsdStoreImpl::Refer(const std::string& name, std::vector<int64_t> segments) {
+  std::vector<int64_t>& referred = checkpoints_[name];  // first: from here on, Unrefer undoes it
+  if (!segments.empty() && segments.back() >= static_cast<int64_t>(segments_.size())) {
+    const size_t old = segments_.size();
+    GrowSegments(static_cast<size_t>(segments.back()) + 1);
+    for (size_t i = old; i < segments_.size(); ++i) free_.insert(static_cast<int64_t>(i));
+  }
   for (int64_t number : segments) {
-    if (static_cast<size_t>(number) >= segments_.size()) {
-      const size_t old = segments_.size();
-      segments_.resize(static_cast<size_t>(number) + 1);
-      for (size_t i = old; i < segments_.size(); ++i) free_.insert(static_cast<int64_t>(i));
-    }
     Segment& segment = segments_[static_cast<size_t>(number)];
     ++segment.checkpoints;
     if (segment.state == State::kFree) {
@@ -154,7 +155,7 @@ void SsdStoreImpl::Refer(const std::string& name, std::vector<int64_t> segments)
       segment.synced = true;
     }
   }
-  checkpoints_[name] = std::move(segments);
+  referred = std::move(segments);
 }
 
 void SsdStoreImpl::Unrefer(const std::string& name) {
@@ -171,7 +172,7 @@ void SsdStoreImpl::Unrefer(const std::string& name) {
 // be overwritten: a damaged checkpoint protects every segment, and one that cannot be read now (too
 // many open files, a failing disk) is an error.
 void SsdStoreImpl::FindCheckpoints() {
-  for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
+  for (const auto& entry : fs::directory_iterator(checkpoints_folder_)) {
     const std::string name = entry.path().filename();
     if (!entry.is_directory()) continue;
     if (name.starts_with('.') && RemoveUnread(entry.path())) continue;
@@ -193,7 +194,7 @@ std::vector<std::string> SsdStoreImpl::Checkpoints() const {
   if (options_.create) {
     for (const auto& [name, segments] : checkpoints_) names.push_back(name);
   } else {  // a writer may add some at any time
-    for (const auto& entry : fs::directory_iterator(options_.path + "/snapshots")) {
+    for (const auto& entry : fs::directory_iterator(checkpoints_folder_)) {
       if (entry.is_directory()) names.push_back(entry.path().filename());
     }
   }
@@ -251,6 +252,9 @@ void SsdStoreImpl::Publish(const std::string& name) {
   std::sort(rows.begin(), rows.end());
   const std::string folder = Folder(options_.path, name);
   const std::string draft = FreshName(), draft_folder = Folder(options_.path, draft);
+  // Once it is published, running out of memory must not look like a failure.
+  const std::string done = "snapshot '" + name + "' of " + Describe() + " is published";
+  std::string published = name, unnamed = draft;
   try {
     fs::create_directory(draft_folder);
     WriteCheckpoint(draft_folder, rows);
@@ -266,19 +270,19 @@ void SsdStoreImpl::Publish(const std::string& name) {
     fs::remove_all(draft_folder, ignored);
     throw;
   }
-  Exchange(name, draft);
-  Settle("snapshot '" + name + "' of " + Describe() + " is published");
+  Exchange(std::move(published), std::move(unnamed));
+  Settle(done);
 }
 
 // Follows the directory, which has exchanged two names. One of them may have been free.
-void SsdStoreImpl::Exchange(const std::string& a, const std::string& b) {
+void SsdStoreImpl::Exchange(std::string a, std::string b) noexcept {
   auto first = checkpoints_.extract(a), second = checkpoints_.extract(b);
   if (first && second) {
     std::swap(first.key(), second.key());
   } else if (first) {
-    first.key() = b;
+    first.key() = std::move(b);
   } else if (second) {
-    second.key() = a;
+    second.key() = std::move(a);
   }
   if (first) checkpoints_.insert(std::move(first));
   if (second) checkpoints_.insert(std::move(second));
@@ -288,19 +292,17 @@ void SsdStoreImpl::Exchange(const std::string& a, const std::string& b) {
 // stay until then: after a power failure the old names may be back.
 void SsdStoreImpl::Settle(const std::string& done) {
   try {
-    SyncDirectory(options_.path + "/snapshots");
+    SyncDirectory(checkpoints_folder_);
   } catch (const std::system_error& error) {
     ThrowIo(error.code().value(),
-            done + ", but a power failure may undo that: fsync of " + options_.path + "/snapshots");
+            done + ", but a power failure may undo that: fsync of " + checkpoints_folder_);
   }
-  std::vector<std::string> unnamed;
-  for (const auto& [name, segments] : checkpoints_) {
-    if (name.starts_with('.')) unnamed.push_back(name);
-  }
-  for (const std::string& name : unnamed) {
+  for (auto next = checkpoints_.begin(); next != checkpoints_.end();) {
+    const std::string& name = (next++)->first;
+    if (!name.starts_with('.')) continue;
     try {
       if (RemoveUnread(Folder(options_.path, name))) Unrefer(name);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       // The next call tries again.
     }
   }
@@ -314,10 +316,11 @@ void SsdStoreImpl::DeleteCheckpoint(const std::string& name) {
   if (!checkpoints_.contains(name)) {
     ThrowIo(ENOENT, Describe() + " has no snapshot '" + name + "'");
   }
-  const std::string unnamed = FreshName();
+  std::string deleted = name, unnamed = FreshName();
+  const std::string done = "snapshot '" + name + "' of " + Describe() + " is deleted";
   fs::rename(Folder(options_.path, name), Folder(options_.path, unnamed));
-  Exchange(name, unnamed);
-  Settle("snapshot '" + name + "' of " + Describe() + " is deleted");
+  Exchange(std::move(deleted), std::move(unnamed));
+  Settle(done);
 }
 
 // While the lock is held, no writer reuses the segments of the checkpoint.
@@ -421,7 +424,7 @@ void SsdStoreImpl::LoadCheckpoint(const std::string& name) {
           " was put there or changed while the store was open: open the store again");
     }
   } else if (!segments.empty() && segments.back() >= static_cast<int64_t>(segments_.size())) {
-    segments_.resize(static_cast<size_t>(segments.back()) + 1);
+    GrowSegments(static_cast<size_t>(segments.back()) + 1);
   }
   SsdIndex index;
   std::vector<std::pair<int64_t, uint32_t>> live;

@@ -9,7 +9,6 @@
 namespace embstore {
 namespace {
 
-constexpr size_t kQueuedSegments = 8;
 constexpr int64_t kKeysAhead = 16;
 
 std::unique_ptr<std::byte, SegmentBuffer::Free> AlignedBytes(int64_t bytes) {
@@ -72,6 +71,7 @@ void SegmentWriter::WaitFor(std::unique_lock<std::mutex>& lock, size_t queued) {
 void SegmentWriter::Push(std::shared_ptr<SegmentBuffer> buffer) {
   std::unique_lock lock(mutex_);
   WaitFor(lock, kQueuedSegments - 1);
+  finished_.reserve(finished_.size() + queue_.size() + 1);  // the thread must not run out of memory
   queue_.push_back(std::move(buffer));
   changed_.notify_all();
 }
@@ -91,14 +91,17 @@ void SegmentWriter::Abandon() {
 
 std::vector<int64_t> SegmentWriter::Finished() {
   std::lock_guard guard(mutex_);
-  return std::exchange(finished_, {});
+  const std::vector<int64_t> finished = finished_;
+  finished_.clear();
+  return finished;
 }
 
 void SsdStoreImpl::OpenSegment() {
   const int other = 1 - generation_;
   if (readers_[other].load() == 0 && scanners_.load() == 0) {
-    free_.insert(retired_[other].begin(), retired_[other].end());
-    retired_[other].clear();
+    for (std::vector<int64_t>& retired = retired_[other]; !retired.empty(); retired.pop_back()) {
+      free_.insert(retired.back());
+    }
     generation_ = other;
   }
   std::shared_ptr<SegmentBuffer> buffer;
@@ -119,17 +122,27 @@ void SsdStoreImpl::OpenSegment() {
   if (layout_.FirstRow(buffer->segment) + layout_.rows_per_segment() >= int64_t{kNoRow}) {
     throw InvalidState(Describe() + " has no more places: it can hold 2^32 rows, garbage included");
   }
+  std::map<int64_t, std::shared_ptr<SegmentBuffer>> opened{{buffer->segment, buffer}};
   if (reuse) {
     free_.erase(free_.begin());
   } else {
-    segments_.emplace_back();
+    GrowSegments(segments_.size() + 1);
   }
+  // Nothing can fail from here on.
+  in_memory_.merge(opened);
   Segment& segment = segments_[static_cast<size_t>(buffer->segment)];
   segment.state = State::kInMemory;
   segment.blocks = 0;
   segment.synced = segment.damaged = false;
-  in_memory_[buffer->segment] = buffer;
   open_ = std::move(buffer);
+}
+
+// Retire has to work without new memory: there is always room for every segment in its lists.
+void SsdStoreImpl::GrowSegments(size_t count) {
+  for (std::vector<int64_t>& retired : retired_) {
+    if (retired.capacity() < count) retired.reserve(std::max(count, 2 * segments_.size()));
+  }
+  segments_.resize(count);
 }
 
 void SsdStoreImpl::Seal() {
@@ -206,7 +219,7 @@ void SsdStoreImpl::Release(uint32_t row) {
 }
 
 // Frees a segment that nothing needs any more.
-void SsdStoreImpl::Retire(int64_t number) {
+void SsdStoreImpl::Retire(int64_t number) noexcept {
   Segment& segment = segments_[static_cast<size_t>(number)];
   if (segment.state != State::kWritten || segment.live || segment.checkpoints) return;
   segment.state = State::kFree;
@@ -217,7 +230,8 @@ void SsdStoreImpl::Retire(int64_t number) {
 void SsdStoreImpl::Reap() {
   for (int64_t number : writer_->Finished()) {
     auto buffered = in_memory_.extract(number);
-    if (spare_.size() < kQueuedSegments) spare_.push_back(std::move(buffered.mapped()));
+    if (spare_.size() < SegmentWriter::kQueuedSegments)
+      spare_.push_back(std::move(buffered.mapped()));
     Segment& segment = segments_[static_cast<size_t>(number)];
     segment.state = State::kWritten;
     segment.blocks = static_cast<uint32_t>(layout_.blocks_per_segment);

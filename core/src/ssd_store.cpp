@@ -39,6 +39,7 @@ SsdStoreImpl::SsdStoreImpl(const SsdStoreOptions& options)
   if (!options.flush_checkpoint.empty()) RequireCheckpointName(options.flush_checkpoint);
   files_ = std::make_unique<SsdFiles>(options_, layout_);
   if (options.create) FindCheckpoints();
+  spare_.reserve(SegmentWriter::kQueuedSegments);
   writer_ = std::make_unique<SegmentWriter>([this](const SegmentBuffer& b) { WriteSegment(b); });
 }
 

@@ -49,6 +49,7 @@ struct SegmentBuffer {
 // the queue until a retry succeeds, so a full disk loses nothing.
 class SegmentWriter {
  public:
+  static constexpr size_t kQueuedSegments = 8;
   using Write = std::function<void(const SegmentBuffer&)>;
   explicit SegmentWriter(Write write);
   ~SegmentWriter();  // drops what is still queued: see Drain
@@ -163,9 +164,10 @@ class SsdStoreImpl final : public SsdStore {
               Known known = {nullptr, nullptr});
   void Name(SsdIndex::Entry* entry, int64_t key, uint32_t row, uint32_t checksum);
   void OpenSegment();
+  void GrowSegments(size_t count);
   void Seal();
   void Release(uint32_t row);
-  void Retire(int64_t segment);
+  void Retire(int64_t segment) noexcept;
   void Reap();
   void FlushOpen();
   void SyncRows();
@@ -193,13 +195,14 @@ class SsdStoreImpl final : public SsdStore {
   void WriteCheckpoint(const std::string& folder, const std::vector<uint64_t>& sorted_rows);
   std::string FreshName() const;
   void Publish(const std::string& name);
-  void Exchange(const std::string& a, const std::string& b);
+  void Exchange(std::string a, std::string b) noexcept;
   void Settle(const std::string& done);
   void Refer(const std::string& name, std::vector<int64_t> segments);
   void Unrefer(const std::string& name);
   void FindCheckpoints();
 
   const SsdStoreOptions options_;
+  const std::string checkpoints_folder_ = options_.path + "/snapshots";
   const SsdLayout layout_;
   const pid_t process_;
   mutable StoreLock lock_;

@@ -1,5 +1,6 @@
 #include "embstore/admission.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -55,6 +56,13 @@ TEST(Keys that are seen once do not drive out those that are seen often) {
   int64_t admitted = 0;
   for (int64_t key = 0; key < 50; ++key) admitted += filter.IsAdmitted(key);
   CHECK_EQ(admitted >= 45, true);
+}
+
+TEST(Every place of a filter is used) {
+  AdmissionFilter filter(10);
+  for (int64_t key = 0; key < 100'000; ++key) filter.Count(key);
+  const std::vector<uint16_t> saved = filter.Save();
+  CHECK_EQ(std::count(saved.begin(), saved.end(), 0), 0);
 }
 
 TEST(Counts that were saved go on in another filter of the same threshold) {

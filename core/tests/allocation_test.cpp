@@ -1,4 +1,5 @@
-// What a table is after an allocation failed in the middle of a batch: as it was before.
+// What tables and stores are after an allocation failed in the middle of a call: as they were
+// before, but for the rows of a Put, of which a store may have kept some.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -10,6 +11,7 @@
 #include "check.h"
 #include "embstore/parallel.h"
 #include "snapshot_oracle.h"
+#include "store_oracle.h"
 
 namespace {
 // Allocations until one fails; negative: none does.
@@ -173,6 +175,76 @@ TEST(A snapshot that runs out of memory fails and never gives wrong rows) {
     CHECK(exact > 1);
   }
   SetNumThreads(2);
+}
+
+// The versions of all rows; Get verifies their bytes by their checksums.
+Oracle Versions(const Store& store, std::span<const int64_t> keys) {
+  std::vector<std::byte> rows(keys.size() * static_cast<size_t>(store.row_bytes()));
+  std::vector<uint64_t> scores(keys.size());
+  std::vector<uint8_t> found(keys.size());
+  store.Get(keys, rows.data(), scores.data(), found.data());
+  Oracle versions;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (found[i]) versions[keys[i]] = scores[i];
+  }
+  return versions;
+}
+
+TEST(An SSD store that runs out of memory loses no row and publishes a checkpoint or none) {
+  const TemporaryDirectory directory;
+  constexpr size_t kWidth = 16384;
+  const auto store = SsdStore::Open({.path = directory.path, .row_bytes = kWidth});
+  Oracle oracle;
+  uint64_t version = 1;
+  // Half of the rows are replaced again and again, so that the store compacts while it is written.
+  const auto keys = Range(0, 400);
+  PutAll(*store, keys, version, oracle);
+  int64_t puts = 0, failures = 0;
+  for (bool failed = true; failed || store->stats().moved_rows == 0; ++puts) {
+    CHECK(puts < 2000);
+    if (puts >= 2000) return;
+    const std::span<const int64_t> some(&keys[static_cast<size_t>(37 * puts % 200)], 200);
+    const std::vector<uint64_t> scores(some.size(), ++version);
+    std::vector<std::byte> rows(some.size() * kWidth);
+    for (size_t i = 0; i < some.size(); ++i) FillRow(some[i], version, {&rows[i * kWidth], kWidth});
+    failed = false;
+    allocations_left = failures;
+    try {
+      store->Put(some, rows.data(), scores.data());
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    failed |= allocations_left.exchange(-1) < 0;  // compaction may have met it
+    failures += failed;
+    const Oracle stored = Versions(*store, keys);
+    CHECK_EQ(stored.size(), keys.size());
+    for (const auto& [key, found] : stored) {
+      const bool put = key >= some.front() && key <= some.back();
+      CHECK(found == oracle[key] || (put && found == version));
+    }
+    oracle = stored;
+    store->CheckInvariants();
+  }
+  CHECK(failures > 5);
+  CheckHolds(*store, oracle);
+  store->SaveCheckpoint("saved");
+  const Oracle saved = oracle;
+  const auto all = Range(0, 500);
+  PutAll(*store, Range(100, 500), ++version, oracle);
+  EraseAll(*store, Range(0, 50), oracle);
+  const auto reader =
+      SsdStore::Open({.path = directory.path, .row_bytes = kWidth, .create = false});
+  const int64_t saves = FailEachAllocation([&] { store->SaveCheckpoint("saved"); },
+                                           [&] {
+                                             reader->LoadCheckpoint("saved");
+                                             CHECK(Versions(*reader, all) == saved);
+                                             CHECK(Versions(*store, all) == oracle);
+                                             store->CheckInvariants();
+                                           });
+  CHECK(saves > 5);
+  reader->LoadCheckpoint("saved");
+  CheckHolds(*reader, oracle);
+  CheckHolds(*store, oracle);
 }
 
 }  // namespace

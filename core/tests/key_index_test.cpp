@@ -203,6 +203,7 @@ TEST(Nobody can aim at a place of the overflow area) {
   // All have one home group, and one place for the hash that the seed gives.
   const HashSecret other = SecretOf(~uint64_t{77});
   KeyIndex index({.init_capacity = 16, .max_capacity = 1 << 20, .bucket_capacity = 16, .seed = 77});
+  CHECK_EQ(index.LongestOverflowSearch(), 0);
   Model model;
   for (int64_t key : CraftedKeys(77, uint64_t{5} << 60, 3'000'000)) {
     if (KeyedHash(key, other) % 2048 == 7) Insert(index, model, key, 2);

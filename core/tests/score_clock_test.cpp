@@ -1,5 +1,7 @@
 #include "embstore/score_clock.h"
 
+#include <chrono>
+
 #include "check.h"
 
 namespace embstore {
@@ -27,6 +29,18 @@ TEST(Timestamps rise whatever was shown raised or seen) {
     clock.RaiseTo(0);
     CHECK(clock.Next(7).score > 2 * ahead + 1);
   }
+}
+
+TEST(A timestamp is the time of day in nanoseconds) {
+  const auto now = [] {
+    const auto since = std::chrono::system_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(since).count());
+  };
+  ScoreClock clock(ScoreStrategy::kTimestamp, {}, "t");
+  const uint64_t before = now(), score = clock.Next(7).score, after = now();
+  CHECK(before <= score);
+  CHECK(score <= after);
 }
 
 TEST(Steps count batches and stop at the largest number) {

@@ -1,6 +1,8 @@
 """Readers in threads while one trains, and tables in forked processes."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -128,3 +130,23 @@ def test_a_forked_child_trains_and_leaves_the_parent_alone():
     assert os.waitpid(child, 0)[1] == 0
     after = values_of(table)
     assert all((after[k] == v).all() for k, v in before.items()) and len(after) == 3000
+
+
+FORKS_BEFORE_ITS_FIRST_TABLE = """
+import os
+import embstore
+
+if worker := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+table = embstore.Table("t", dim=2)
+table.find_or_insert([1, 2])
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+table.find_or_insert([3])
+os._exit(len(table))
+"""
+
+
+def test_a_worker_that_was_forked_before_the_first_table_can_fork_again():
+    command = [sys.executable, "-c", FORKS_BEFORE_ITS_FIRST_TABLE]
+    assert subprocess.run(command, timeout=60).returncode == 3

@@ -34,6 +34,7 @@ class ForkGuard {
  private:
   struct Held;
   static Held*& held();
+  static void Register();  // the handlers, once
   static void Acquire(int seconds);
   static void BeforeFork();
   static void InParent();
