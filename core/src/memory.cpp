@@ -172,10 +172,10 @@ class FreeBuffers {
     return RoundUp(bytes, step);
   }
 
-  void* Take(size_t bytes) {
+  void* Take(size_t bytes, BufferUse use) {
     {
       std::lock_guard lock(mutex_);
-      Idle& idle = free_[bytes];
+      Idle& idle = free_[{bytes, use}];
       idle.used = ++clock_;
       if (!idle.blocks.empty()) {
         void* data = idle.blocks.back();
@@ -191,14 +191,14 @@ class FreeBuffers {
     return data;
   }
 
-  void Give(void* data, size_t bytes) noexcept {
+  void Give(void* data, size_t bytes, BufferUse use) noexcept {
     if (bytes > kMaxIdleBufferBytes) {  // it would drive all others out
       std::free(data);
       return;
     }
     std::unique_lock lock(mutex_);
     try {
-      Idle& idle = free_[bytes];
+      Idle& idle = free_[{bytes, use}];
       idle.blocks.push_back(data);
       idle.used = ++clock_;
       idle_bytes_ += bytes;
@@ -233,35 +233,39 @@ class FreeBuffers {
       if (at->second.blocks.empty()) continue;
       if (oldest == free_.end() || at->second.used < oldest->second.used) oldest = at;
     }
-    auto& [bytes, idle] = *oldest;
+    auto& [kind, idle] = *oldest;
     void* const data = idle.blocks.front();
     idle.blocks.erase(idle.blocks.begin());
-    idle_bytes_ -= bytes;
+    idle_bytes_ -= kind.first;
     return data;
   }
 
   std::mutex mutex_;
-  std::map<size_t, Idle> free_;
+  std::map<std::pair<size_t, BufferUse>, Idle> free_;
   size_t idle_bytes_ = 0;
   uint64_t clock_ = 0;
 };
 
 }  // namespace
 
-RecycledBuffer::RecycledBuffer(size_t bytes) : size_(FreeBuffers::ClassOf(bytes)) {
-  data_ = FreeBuffers::Global().Take(size_);
+RecycledBuffer::RecycledBuffer(size_t bytes, BufferUse use)
+    : size_(FreeBuffers::ClassOf(bytes)), use_(use) {
+  data_ = FreeBuffers::Global().Take(size_, use);
 }
 
 RecycledBuffer::~RecycledBuffer() {
-  if (data_) FreeBuffers::Global().Give(data_, size_);
+  if (data_) FreeBuffers::Global().Give(data_, size_, use_);
 }
 
 RecycledBuffer::RecycledBuffer(RecycledBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      use_(other.use_) {}
 
 RecycledBuffer& RecycledBuffer::operator=(RecycledBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(use_, other.use_);
   return *this;
 }
 

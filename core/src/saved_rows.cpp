@@ -58,6 +58,10 @@ size_t SavedRows::block_bytes() const {
   return static_cast<size_t>((bytes + 63) / 64 * 64);  // blocks of a chunk are aligned
 }
 
+RecycledBuffer SavedRows::NewChunk() const {
+  return RecycledBuffer(kBlocksPerChunk * block_bytes(), BufferUse::kSavedRows);
+}
+
 // REQUIRES: room_mutex_.
 void SavedRows::AddChunk(RecycledBuffer chunk) {
   room_.reserve((chunks_.size() + 1) * kBlocksPerChunk);  // so that GiveRoom never allocates
@@ -68,7 +72,7 @@ void SavedRows::AddChunk(RecycledBuffer chunk) {
 
 std::byte* SavedRows::TakeRoom() {
   std::lock_guard guard(room_mutex_);
-  if (room_.empty()) AddChunk(RecycledBuffer(kBlocksPerChunk * block_bytes()));
+  if (room_.empty()) AddChunk(NewChunk());
   std::byte* const room = room_.back();
   room_.pop_back();
   ++taken_;
@@ -101,7 +105,7 @@ void SavedRows::Prepare(size_t blocks) {
       std::lock_guard guard(room_mutex_);
       if (room_.size() >= blocks) return;
     }
-    RecycledBuffer chunk(kBlocksPerChunk * block_bytes());
+    RecycledBuffer chunk = NewChunk();
     for (size_t at = 0; at < chunk.size(); at += kPage) chunk.as<volatile char>()[at] = 0;
     std::lock_guard guard(room_mutex_);
     AddChunk(std::move(chunk));

@@ -79,12 +79,13 @@ class SavedRows {
     std::vector<Block> blocks;  // all but the last are full
   };
   static constexpr int64_t kShards = 8, kBlocksPerChunk = 8;
-  static constexpr size_t kMostReady = 256;  // blocks
+  static constexpr size_t kMostReady = 512;  // blocks: half a million rows of 32 floats and more
 
   size_t block_bytes() const;
   Shard& OwnShard();
   void Extend(Shard& shard);
   void Prepare(size_t blocks);
+  RecycledBuffer NewChunk() const;
   void AddChunk(RecycledBuffer chunk);
   std::byte* TakeRoom();
   void GiveRoom(std::byte* room);

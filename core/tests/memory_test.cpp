@@ -172,6 +172,20 @@ TEST(A recycled buffer of any size can be written to its end) {
   }
 }
 
+TEST(A buffer does not take the block of another use) {
+  constexpr size_t kBytes = 5 * kMiB;
+  const void* const step = RecycledBuffer(kBytes).data();
+  const RecycledBuffer saved(kBytes, BufferUse::kSavedRows);
+  CHECK(saved.data() != step);
+  const void* const own = RecycledBuffer(kBytes, BufferUse::kSavedRows).data();
+  CHECK(RecycledBuffer(kBytes).data() == step);
+  RecycledBuffer moved;
+  moved = RecycledBuffer(kBytes, BufferUse::kSavedRows);
+  CHECK(moved.data() == own);
+  moved = RecycledBuffer();
+  CHECK(RecycledBuffer(kBytes, BufferUse::kSavedRows).data() == own);
+}
+
 TEST(Idle buffers stay within their limit) {
   {
     std::vector<RecycledBuffer> buffers;

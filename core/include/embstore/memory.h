@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -47,6 +48,10 @@ class HugeBuffer {
 // instead of throwing.
 void RequireAvailableMemory(size_t bytes, const std::string& purpose);
 
+// Buffers of one use do not take the blocks of another: a thread that saves rows would otherwise
+// take the output of the last training step, and the next step would wait for fresh pages.
+enum class BufferUse : uint8_t { kSteps, kSavedRows };
+
 // A block of memory whose destructor keeps it for the next buffer of about the same size. The
 // contents are undefined.
 //
@@ -54,7 +59,7 @@ void RequireAvailableMemory(size_t bytes, const std::string& purpose);
 class RecycledBuffer {
  public:
   RecycledBuffer() = default;
-  explicit RecycledBuffer(size_t bytes);
+  explicit RecycledBuffer(size_t bytes, BufferUse use = BufferUse::kSteps);
   ~RecycledBuffer();
   RecycledBuffer(RecycledBuffer&& other) noexcept;
   RecycledBuffer& operator=(RecycledBuffer&& other) noexcept;
@@ -69,6 +74,7 @@ class RecycledBuffer {
  private:
   void* data_ = nullptr;
   size_t size_ = 0;
+  BufferUse use_ = BufferUse::kSteps;
 };
 
 // Idle blocks are kept up to this many bytes. Fresh pages cost more than the lookup that fills
