@@ -272,7 +272,10 @@ int64_t Table::EraseLocked(std::span<const int64_t> keys) {
   }
   pins_.Begin(row_capacity_);
   int64_t erased = 0;
-  for (int64_t key : keys) {
+  constexpr size_t kAhead = 16;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (i + kAhead < keys.size()) index_->Prefetch(index_->Hash(keys[i + kAhead]));
+    const int64_t key = keys[i];
     const Slot slot = index_->Find(key);
     if (slot == kNoSlot) continue;
     const IndexEntry entry = index_->entry(slot);
