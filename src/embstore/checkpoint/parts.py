@@ -36,6 +36,7 @@ class RowFile:
         self.dtype = np.dtype(dtype)
         self.shape = (rows, width)
         self._header_bytes = header_bytes
+        self._announced = 0  # bytes of the file that the kernel was told about
 
     @property
     def row_bytes(self) -> int:
@@ -52,12 +53,21 @@ class RowFile:
         fd = open_regular(self.path)
         try:
             read_into(fd, self.path, at, raw)
-            os.posix_fadvise(fd, at + raw.nbytes, self.AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            self._announce(fd, at + raw.nbytes)
         finally:
             os.close(fd)
         if sums is not None:
             sums.setdefault(str(self.path), []).append((at, raw.nbytes, crc32(raw)))
         return array
+
+    def _announce(self, fd: int, end: int) -> None:
+        """Tells the kernel what is read next; each part once, since it looks up every page of it."""
+        if not end <= self._announced <= end + self.AHEAD_BYTES:
+            self._announced = end
+        if self._announced - end <= self.AHEAD_BYTES // 2:
+            size = end + self.AHEAD_BYTES - self._announced
+            os.posix_fadvise(fd, self._announced, size, os.POSIX_FADV_WILLNEED)
+            self._announced += size
 
     def take(self, rows: Array) -> Array:
         """Rows by their numbers, in any order."""
