@@ -173,16 +173,8 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const std::span<Occurrence> sorted = work->grouping->Sort(partition);
     if (sorted.empty()) return;
     Table& table = work->request->slots->table();
-    const int64_t* keys = work->request->slots->keys();
     if (table.watched() || table.tracks_dirty()) {
-      constexpr size_t kAhead = 16;
-      for (size_t i = 0; i < sorted.size(); ++i) {
-        if (i + kAhead < sorted.size()) __builtin_prefetch(keys + sorted[i + kAhead].index);
-        if (i > 0 && sorted[i].row == sorted[i - 1].row) continue;
-        const auto row = static_cast<Row>(sorted[i].row);
-        if (table.watched()) table.BeforeChange(keys[sorted[i].index], row);
-        if (table.tracks_dirty()) table.MarkDirty(row);
-      }
+      table.BeforeUpdate(work->request->slots->keys(), sorted);
     }
     thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(table.dim())));

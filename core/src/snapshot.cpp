@@ -150,13 +150,11 @@ void Snapshot::Preserve(std::span<const Slot> slots, const Row* rows) {
   for (Snapshot* at = this; at; at = at->older_) at->SaveAll(slots, rows);
 }
 
-// First all marks, then all rows: each loop has the next cache misses under way.
+// First all marks, which the caller has prefetched, then all rows.
 void Snapshot::SaveAll(std::span<const Slot> slots, const Row* rows) {
-  constexpr size_t kAhead = 32;
   std::vector<IndexEntry> ours;
   std::vector<Row> others;
   for (size_t i = 0; i < slots.size(); ++i) {
-    if (i + kAhead < slots.size()) Prefetch(rows[i + kAhead]);
     // Most occurrences are of rows that are settled.
     if (slots[i] == kNoSlot || IsSettledMark(ReadMark(rows[i]))) continue;
     switch (Claim(rows[i])) {

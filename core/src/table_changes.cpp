@@ -29,7 +29,7 @@ void Table::BeforeChange(const IndexEntry& entry) {
   if (changes_) changes_->Mark(entry.row);
 }
 
-void Table::BeforeChange(int64_t key, Row row) {
+void Table::BeforeChange(const int64_t& key, Row row) {
   if (snapshot_ && !snapshot_->IsSettled(row)) {
     snapshot_->Preserve(index_->entry(index_->Find(key)));
   }
@@ -41,6 +41,19 @@ void Table::BeforeChange(std::span<const int64_t> keys, const Row* rows) {
   for (size_t i = 0; i < keys.size(); ++i) {
     if (snapshot_ && i + kAhead < keys.size()) snapshot_->Prefetch(rows[i + kAhead]);
     if (rows[i] != kMissingRow) BeforeChange(keys[i], rows[i]);
+  }
+}
+
+void Table::BeforeUpdate(const int64_t* keys, std::span<const Occurrence> sorted) {
+  constexpr size_t kAhead = 16;
+  for (size_t i = 0; i < sorted.size(); ++i) {
+    if (snapshot_ && i + kAhead < sorted.size()) {
+      snapshot_->Prefetch(static_cast<Row>(sorted[i + kAhead].row));
+    }
+    if (i > 0 && sorted[i].row == sorted[i - 1].row) continue;
+    const auto row = static_cast<Row>(sorted[i].row);
+    if (watched()) BeforeChange(keys[sorted[i].index], row);
+    if (tracks_dirty()) MarkDirty(row);
   }
 }
 

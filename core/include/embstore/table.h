@@ -305,8 +305,12 @@ class Table : public std::enable_shared_from_this<Table> {
   bool watched() const { return snapshot_ || changes_; }
   // REQUIRES watched(). Rows that have been announced may change until the lock is released.
   void BeforeChange(const IndexEntry& entry);
-  void BeforeChange(int64_t key, Row row);  // for callers that know no slot
+  // For callers that know no slot. The key is read only if the row has to be saved.
+  void BeforeChange(const int64_t& key, Row row);
   void BeforeChange(std::span<const int64_t> keys, const Row* rows);  // skips kMissingRow
+  // Announces the rows of these occurrences, sorted by row, and marks them dirty.
+  // REQUIRES: watched() or tracks_dirty(); keys[sorted[i].index] is the key of sorted[i].row.
+  void BeforeUpdate(const int64_t* keys, std::span<const Occurrence> sorted);
   // Scores add up: a key that comes back from a store continues with its old score.
   bool counts_occurrences() const {
     return options_.score_strategy == ScoreStrategy::kLfu || ages();
