@@ -61,8 +61,7 @@ FrequencySketch Table::EmptySketch() const {
 }
 
 // Calls use(number, hash) for the numbers below `count` that are wanted(number), in ascending
-// order, with the hash that the sketch has for key_of(number). On one thread: several, each with a
-// part of the sketch, took longer, since they write to the same newcomers.
+// order, with the hash that the sketch has for key_of(number).
 template <typename KeyOf, typename Wanted, typename Use>
 void Table::UseSketch(const Newcomers& fresh, size_t count, const KeyOf& key_of,
                       const Wanted& wanted, const Use& use) {
