@@ -39,8 +39,7 @@ struct Table::Newcomers {
   int order_bits = 0;             // so many leading bits of the hashes are sorted
 
   RecycledBuffer scratch;      // a vector for each task of FillRows
-  RecycledBuffer sketch_uses;  // for each part of the sketch, two a newcomer
-  size_t sketch_parts = 0;
+  RecycledBuffer sketch_uses;  // two a newcomer
 
   int64_t size() const { return std::ssize(first); }
   const Newcomer& at(size_t number) const { return placed[place[number]]; }

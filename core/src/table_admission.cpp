@@ -60,29 +60,21 @@ FrequencySketch Table::EmptySketch() const {
   return sketch;
 }
 
-// Calls use(number, hash) for the numbers below `count` that are wanted(number), with the hash that
-// the sketch has for key_of(number). Each thread has a part of the sketch, and the numbers of a
-// part come in ascending order, so the number of threads does not matter.
+// Calls use(number, hash) for the numbers below `count` that are wanted(number), in ascending
+// order, with the hash that the sketch has for key_of(number).
 template <typename KeyOf, typename Wanted, typename Use>
 void Table::UseSketch(const Newcomers& fresh, size_t count, const KeyOf& key_of,
                       const Wanted& wanted, const Use& use) {
-  const size_t parts = fresh.sketch_parts;
-  ParallelFor(static_cast<int64_t>(parts), [&](int64_t task) {
-    const auto part = static_cast<size_t>(task);
-    auto* const own = fresh.sketch_uses.as<Newcomers::SketchUse>() + part * count;
-    size_t n = 0;
-    for (uint32_t number = 0; number < count; ++number) {
-      if (!wanted(number)) continue;
-      // Without a branch on the part, which the processor could not predict.
-      own[n] = {sketch_->Hash(key_of(number)), number};
-      n += sketch_->PartOf(own[n].hash, parts) == part;
-    }
-    constexpr size_t kAhead = 24;
-    for (size_t i = 0; i < n + kAhead; ++i) {
-      if (i < n) sketch_->Prefetch(own[i].hash);
-      if (i >= kAhead) use(own[i - kAhead].number, own[i - kAhead].hash);
-    }
-  });
+  auto* const uses = fresh.sketch_uses.as<Newcomers::SketchUse>();
+  size_t n = 0;
+  for (uint32_t number = 0; number < count; ++number) {
+    if (wanted(number)) uses[n++] = {sketch_->Hash(key_of(number)), number};
+  }
+  constexpr size_t kAhead = 24;
+  for (size_t i = 0; i < n + kAhead; ++i) {
+    if (i < n) sketch_->Prefetch(uses[i].hash);
+    if (i >= kAhead) use(uses[i - kAhead].number, uses[i - kAhead].hash);
+  }
 }
 
 void Table::Recall(Newcomers& fresh) {
@@ -91,10 +83,7 @@ void Table::Recall(Newcomers& fresh) {
     if (fresh.plain == fresh.size()) return;  // every key has a row so far
     sketch_ = EmptySketch();
   }
-  constexpr size_t kWorthSharing = 256;
-  fresh.sketch_parts = n < kWorthSharing ? 1 : static_cast<size_t>(NumThreads());
-  const size_t bytes = fresh.sketch_parts * 2 * n * sizeof(Newcomers::SketchUse);
-  fresh.sketch_uses = RecycledBuffer(bytes);
+  fresh.sketch_uses = RecycledBuffer(2 * n * sizeof(Newcomers::SketchUse));
   const int64_t now = clock_.half_life();
   UseSketch(
       fresh, n, [&](uint32_t j) { return fresh.at(j).key; }, [](uint32_t) { return true; },

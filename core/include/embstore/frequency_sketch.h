@@ -5,11 +5,9 @@
 // nothing ever scans the whole sketch. In a full bucket a new key replaces the smallest sum. Keys
 // of a bucket with equal tags share an entry: about one in 4,000.
 //
-// Thread safety: const methods may run together. Add and Take may run together for keys of
-// different parts. Any other method needs exclusive access.
+// Thread safety: const methods may run together; any other method needs exclusive access.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -37,10 +35,6 @@ class FrequencySketch {
   uint64_t Hash(int64_t key) const { return KeyedHash(key, secret_); }
   void Prefetch(uint64_t hash) const {
     __builtin_prefetch(buffer_.data() + BucketOf(hash) * sizeof(Bucket), 1);
-  }
-  // Which of so many parts of the sketch it belongs to.
-  size_t PartOf(uint64_t hash, size_t parts) const {
-    return BucketOf(hash) * parts >> std::countr_zero(count_);
   }
   double AddHash(uint64_t hash, double amount, int64_t half_life);
   double TakeHash(uint64_t hash, int64_t half_life);
