@@ -36,7 +36,14 @@ NOTICED = Path(__file__).parent / "noticed_mutants.json"  # the test that notice
 WANTED = 0.95
 COSTS = (0.2, 0.6, 2.0, 10.0, math.inf)  # all mutants meet the cheapest tests first, then the next ones
 CPP = {
-    "index": ("key_index.cpp", "overflow_area.cpp", "probe.inc", "slot_map.cpp", "hash.cpp"),
+    "index": (
+        "key_index.cpp",
+        "index_growth.cpp",
+        "overflow_area.cpp",
+        "probe.inc",
+        "slot_map.cpp",
+        "hash.cpp",
+    ),
     "eviction": ("table_insert.cpp", "table_victims.cpp", "victim_queues.cpp", "pinned_rows.cpp")
     + ("row_heap.cpp", "table_admission.cpp", "admission.cpp", "frequency_sketch.cpp", "expiry.cpp")
     + ("budget.cpp", "score_clock.cpp", "importance.cpp"),

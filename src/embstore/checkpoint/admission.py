@@ -1,7 +1,8 @@
 """Counters of keys that have no row yet, in files: those of a dump, and what changed of them in an increment.
 
     {table}_admission.rank_0.world_size_2            uint16: header | counters
-    {table}_admission_changes.rank_0.world_size_2    uint16: 0x5ce8 | anew | size (4) | h | header (h) | parts
+    {table}_admission_changes.rank_0.world_size_2    uint16: 0x5ce8 | from_zero | size (4) | h |
+                                                             header (h) | parts
 
 A part is 64 bytes of the counters with their number (uint32) before them. Counters do not know their keys, so
 they are of use to as many ranks as wrote them alone.
@@ -110,9 +111,9 @@ def merged_counters(
 
 
 def _with_changes(counters: Counters | None, changes: Counters) -> Counters | None:
-    anew, size, width = bool(changes[1]), int(changes[2:6].copy().view("<u8")[0]) // 2, int(changes[6])
+    from_zero, size, width = bool(changes[1]), int(changes[2:6].copy().view("<u8")[0]) // 2, int(changes[6])
     header, parts = changes[_PREFIX : _PREFIX + width], changes[_PREFIX + width :].reshape(-1, _PART)
-    if anew:
+    if from_zero:
         entries = np.zeros(size, np.uint16)
     elif counters is not None and len(counters) == width + size:
         entries = counters[width:].copy()
