@@ -10,7 +10,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "embstore/types.h"
 
@@ -69,9 +68,8 @@ class Workers {
     context_ = context;
     ranges_used_ = helpers + 1;
     for (int64_t i = 0; i < ranges_used_; ++i) {
-      ranges_[static_cast<size_t>(i)].next.store(tasks * i / ranges_used_,
-                                                 std::memory_order_relaxed);
-      ranges_[static_cast<size_t>(i)].end = tasks * (i + 1) / ranges_used_;
+      ranges_[i].next.store(tasks * i / ranges_used_, std::memory_order_relaxed);
+      ranges_[i].end = tasks * (i + 1) / ranges_used_;
     }
     running_.store(helpers, std::memory_order_relaxed);
     // A late worker of the previous call may join from here on; it reads only what is set above.
@@ -105,9 +103,6 @@ class Workers {
  private:
   // Returns how many helpers there are: fewer than requested if the system starts no more threads.
   int StartWorkers(int helpers) {
-    if (ranges_.size() < static_cast<size_t>(helpers) + 1) {
-      ranges_ = std::vector<Range>(static_cast<size_t>(helpers) + 1);
-    }
     while (workers_ < helpers) {
       const uint64_t seen = generation_.load(std::memory_order_relaxed);
       try {
@@ -142,7 +137,7 @@ class Workers {
 
   void Work(int64_t number) {
     for (int64_t i = 0; i < ranges_used_; ++i) {
-      Range& range = ranges_[static_cast<size_t>((number + i) % ranges_used_)];
+      Range& range = ranges_[(number + i) % ranges_used_];
       for (;;) {
         const int64_t task = range.next.fetch_add(1, std::memory_order_relaxed);
         if (task >= range.end) break;
@@ -165,7 +160,7 @@ class Workers {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> generation_{0};
-  std::vector<Range> ranges_;  // as many as there were ever threads
+  Range ranges_[kMaxThreads];  // here, as a call must not run out of memory half-way
   int64_t ranges_used_ = 0;
   std::atomic<int> invited_{0};
   std::atomic<int> running_{0};
