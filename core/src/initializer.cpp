@@ -136,6 +136,36 @@ void NormalQuantiles(const uint32_t words[kPhiloxWords], double cdf_lower, doubl
   }
 }
 
+[[gnu::always_inline]] inline void UniformLoop(const uint32_t words[kPhiloxWords], float lower,
+                                               float upper, float below_upper,
+                                               float out[kPhiloxWords]) {
+  for (int i = 0; i < kPhiloxWords; ++i) {
+    // A weighted mean of both ends: the range of lower + u * range may overflow.
+    const float u = static_cast<float>(static_cast<int32_t>(words[i] >> 8)) * 0x1p-24f;
+    const float value = lower * (1.0f - u) + upper * u;
+    out[i] = std::max(lower, std::min(value, below_upper));
+  }
+}
+
+#if defined(__x86_64__)
+// Without fused multiply-adds, so the bits are the same.
+__attribute__((target("avx2"))) void UniformAvx2(const uint32_t words[kPhiloxWords], float lower,
+                                                 float upper, float below_upper,
+                                                 float out[kPhiloxWords]) {
+  UniformLoop(words, lower, upper, below_upper, out);
+}
+#endif
+
+// out[i] is uniform in [lower, below_upper].
+void Uniform(const uint32_t words[kPhiloxWords], float lower, float upper, float below_upper,
+             float out[kPhiloxWords]) {
+#if defined(__x86_64__)
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2) return UniformAvx2(words, lower, upper, below_upper, out);
+#endif
+  UniformLoop(words, lower, upper, below_upper, out);
+}
+
 }  // namespace
 
 void Validate(const InitializerOptions& o) {
@@ -177,13 +207,16 @@ void Validate(const InitializerOptions& o) {
 }
 
 Initializer::Initializer(const InitializerOptions& options, uint64_t seed, std::string_view table)
-    : options_(options) {
+    : options_(options), below_upper_(options.upper) {
   Validate(options);
   // For one table different seeds never share a stream: HashKey is a bijection.
   const uint64_t seed_hash = HashKey(static_cast<int64_t>(seed));
   const uint64_t mixed = HashKey(static_cast<int64_t>(seed_hash ^ Fnv1a64(table)));
   philox_key_[0] = static_cast<uint32_t>(mixed);
   philox_key_[1] = static_cast<uint32_t>(mixed >> 32);
+  if (options.lower < options.upper) {
+    below_upper_ = std::nextafter(options.upper, -std::numeric_limits<float>::infinity());
+  }
   if (options.kind == InitializerKind::kTruncatedNormal && options.std_dev > 0.0f) {
     const TruncatedMass mass = MassOf(options);
     cdf_lower_ = mass.lower;
@@ -206,11 +239,6 @@ void Initializer::Fill(int64_t key, std::span<float> out) const {
   const bool truncated = o.kind == InitializerKind::kTruncatedNormal;
   const float lowest = truncated ? o.lower : -std::numeric_limits<float>::max();
   const float highest = truncated ? o.upper : std::numeric_limits<float>::max();
-  // Rounding may lift the largest draws to `upper`, which a half-open interval excludes.
-  const float below_upper = o.lower < o.upper
-                                ? std::nextafter(o.upper, -std::numeric_limits<float>::infinity())
-                                : o.upper;
-
   uint32_t counter[4] = {static_cast<uint32_t>(key),
                          static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32), 0, 0};
   uint32_t words[kPhiloxWords];
@@ -221,12 +249,7 @@ void Initializer::Fill(int64_t key, std::span<float> out) const {
     const bool whole = out.size() - column >= kPhiloxWords;
     float* const target = whole ? out.data() + column : values;
     if (o.kind == InitializerKind::kUniform) {
-      for (int i = 0; i < kPhiloxWords; ++i) {
-        // A weighted mean of both ends: the range of lower + u * range may overflow.
-        const float u = static_cast<float>(static_cast<int32_t>(words[i] >> 8)) * 0x1p-24f;
-        const float value = o.lower * (1.0f - u) + o.upper * u;
-        target[i] = std::max(o.lower, std::min(value, below_upper));
-      }
+      Uniform(words, o.lower, o.upper, below_upper_, target);
     } else {
       double z[kPhiloxWords];
       NormalQuantiles(words, cdf_lower_, cdf_upper_, z);

@@ -374,8 +374,11 @@ void KeyIndex::Reserve(int64_t keys) {
                              "growing an index of " + std::to_string(size_) + " keys");
       groups_.Grow(BytesOf(to));
     }
-    constexpr int64_t kAtOnce = 16;  // these fit the L2 cache
-    GrowStripes(from, to, left, std::min({left, kAtOnce, CeilDiv(wanted - buckets(), gain)}));
+    // Stripes that move beyond all old ones need no copy; of others, these fit the L2 cache.
+    constexpr int64_t kCopied = 16;
+    const int64_t apart = left * gain / (gain + int64_t{from.stripe_buckets});
+    const int64_t at_once = std::max(apart, std::min(left, kCopied));
+    GrowStripes(from, to, left, std::min(at_once, CeilDiv(wanted - buckets(), gain)));
   }
 }
 

@@ -276,9 +276,15 @@ int64_t Table::InsertMissing(const int64_t* keys, Row* rows, std::span<const uin
     refused = 0;
   }
   stats_.refusals += refused;
-  for (size_t i = 0; i < missing.size(); ++i) {
-    const Row row = rows[missing[i]] = fresh.at(fresh.number[i]).row;
-    if (!unadmitted || row != kMissingRow) continue;
+  constexpr size_t kOccurrencesPerTask = 4096;
+  const size_t tasks = (missing.size() + kOccurrencesPerTask - 1) / kOccurrencesPerTask;
+  ParallelFor(static_cast<int64_t>(tasks), [&](int64_t task) {
+    const size_t begin = static_cast<size_t>(task) * kOccurrencesPerTask;
+    const size_t end = std::min(begin + kOccurrencesPerTask, missing.size());
+    for (size_t i = begin; i < end; ++i) rows[missing[i]] = fresh.at(fresh.number[i]).row;
+  });
+  for (size_t i = 0; unadmitted && i < missing.size(); ++i) {
+    if (rows[missing[i]] != kMissingRow) continue;
     unadmitted->push_back(missing[i]);
     ++stats_.unadmitted;
   }

@@ -47,6 +47,8 @@ class Initializer {
 
  private:
   InitializerOptions options_;
+  // Rounding may lift the largest draws to `upper`, which a half-open interval excludes.
+  float below_upper_;
   uint32_t philox_key_[2];
   // Truncated normal. An interval above the mean is mirrored below it, where the CDF is small and
   // keeps its digits; `sign_` mirrors the result back.
