@@ -29,8 +29,7 @@ struct Work {
   Row* numbers;              // of its occurrences
   SlotList* list = nullptr;  // of a training batch: gets the keys, and `numbers` are its rows
   BatchScore score;
-  RecycledBuffer slots;  // of its occurrences, where scores are renewed later
-  bool renews_later = false;
+  bool found = false;  // `numbers` are known
   std::vector<Share> shares;
   std::vector<uint32_t> missing;  // of all shares
   std::vector<uint32_t> waiting;  // in training: those that are not to be stored yet
@@ -86,8 +85,8 @@ struct Work {
     const auto keys = request->keys.subspan(static_cast<size_t>(begin), n);
     if (list) std::copy(keys.begin(), keys.end(), list->keys() + begin);
     const int64_t missing_here =
-        request->table->FindHere(keys, numbers + begin, score, shares.size() == 1,
-                                 renews_later ? slots.as<Slot>() + begin : nullptr);
+        found ? std::count(numbers + begin, numbers + end, kMissingRow)
+              : request->table->FindHere(keys, numbers + begin, score, shares.size() == 1);
     share.missing.reserve(static_cast<size_t>(missing_here));
     for (int64_t i = begin; std::ssize(share.missing) < missing_here; ++i) {
       if (numbers[i] == kMissingRow) share.missing.push_back(static_cast<uint32_t>(i));
@@ -104,13 +103,9 @@ struct Work {
   }
 
   // After Split, before Answer.
-  void PlanScores() {
-    renews_later = shares.size() > 1 && request->table->RenewsScoresLater(score);
-    if (renews_later) slots = RecycledBuffer(request->keys.size() * sizeof(Slot));
-  }
-
-  void RenewScores(int64_t part, int64_t parts) const {
-    request->table->RenewScores({slots.as<Slot>(), request->keys.size()}, score, part, parts);
+  void FindDivided() {
+    found = shares.size() > 1 && request->table->FindsDivided(score);
+    if (found) request->table->FindAll(request->keys, numbers, score);
   }
 
   void Gather(const RowsView& rows, int64_t begin, int64_t end) const {
@@ -290,31 +285,19 @@ int64_t OutputBytes(const std::vector<Work>& works) {
   return bytes;
 }
 
-void RenewScores(std::vector<Work>& works) {
-  std::vector<Work*> waiting;
-  for (Work& work : works) {
-    if (work.renews_later) waiting.push_back(&work);
-  }
-  const int64_t parts = NumThreads();
-  ParallelFor(std::ssize(waiting) * parts, [&](int64_t task) {
-    waiting[static_cast<size_t>(task / parts)]->RenewScores(task % parts, parts);
-  });
-}
-
 void Run(std::vector<Work>& works, Access access) {
   std::vector<std::pair<Work*, Share*>> tasks;
   const bool around_caches = OutputBytes(works) > kCachedOutputBytes;
   for (Work& work : works) {
     work.around_caches = around_caches;
     work.Split();
-    work.PlanScores();
+    work.FindDivided();
     for (Share& share : work.shares) tasks.emplace_back(&work, &share);
   }
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     auto& [work, share] = tasks[static_cast<size_t>(task)];
     work->Answer(*share);
   });
-  RenewScores(works);
   bool again = false;
   for (Work& work : works) {
     work.CollectMissing();

@@ -103,46 +103,50 @@ void Table::Read(std::span<const int64_t> keys, float* values, float* states, ui
 void Table::FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score) {
   const auto n = static_cast<int64_t>(keys.size());
   const int64_t tasks = (n + kKeysPerTask - 1) / kKeysPerTask;
-  const bool later = tasks > 1 && RenewsScoresLater(score);
-  const RecycledBuffer slots(later ? keys.size() * sizeof(Slot) : 0);
+  if (tasks > 1 && FindsDivided(score)) {
+    FindDivided(keys, rows, score);
+    return;
+  }
   ParallelFor(tasks, [&](int64_t task) {
     const int64_t begin = task * kKeysPerTask, m = std::min(kKeysPerTask, n - begin);
     FindHere(keys.subspan(static_cast<size_t>(begin), static_cast<size_t>(m)), rows + begin, score,
-             tasks == 1, later ? slots.as<Slot>() + begin : nullptr);
+             tasks == 1);
   });
-  if (!later) return;
-  const int parts = NumThreads();
+}
+
+bool Table::FindsDivided(BatchScore score) const {
+  return AddsUp(score.update) && NumThreads() > 1;
+}
+
+// Each thread finds the keys of one range of hashes, so no two read or write the same part of the
+// index. All threads hash all keys, which takes less time than handing keys over to each other.
+void Table::FindDivided(std::span<const int64_t> keys, Row* rows, BatchScore score) {
+  constexpr size_t kPiece = 4096;
+  constexpr int kMostParts = 256;
+  const size_t n = keys.size(), pieces = (n + kPiece - 1) / kPiece;
+  const int parts = std::min(NumThreads(), kMostParts);
   ParallelFor(parts, [&](int64_t part) {
-    RenewScores({slots.as<Slot>(), keys.size()}, score, part, parts);
+    uint8_t part_of[kPiece];
+    int64_t own[kPiece];
+    uint16_t place[kPiece];
+    Row found[kPiece];
+    for (size_t i = 0; i < pieces; ++i) {
+      // Threads begin at different pieces, so that they do not write to the same lines of `rows`.
+      const size_t piece =
+          (i + static_cast<size_t>(part) * pieces / static_cast<size_t>(parts)) % pieces;
+      const size_t begin = piece * kPiece, m = std::min(kPiece, n - begin);
+      ActiveKernels().divide(index_->secret(), &keys[begin], static_cast<int64_t>(m),
+                             static_cast<uint32_t>(parts), part_of);
+      size_t count = 0;
+      for (size_t j = 0; j < m; ++j) {
+        own[count] = keys[begin + j];
+        place[count] = static_cast<uint16_t>(j);
+        count += part_of[j] == part;
+      }
+      FindHere({own, count}, found, score, /*alone=*/true);
+      for (size_t j = 0; j < count; ++j) rows[begin + place[j]] = found[j];
+    }
   });
-}
-
-bool Table::RenewsScoresLater(BatchScore score) const {
-  return AddsUp(score.update) && !watched() && NumThreads() > 1;
-}
-
-void Table::RenewScores(std::span<const Slot> slots, BatchScore score, int64_t part,
-                        int64_t parts) {
-  // Slots are in the order of hashes, so each part has about as many. The last one also takes those
-  // of the overflow area.
-  const auto first = static_cast<uint32_t>(index_->slots() * part / parts);
-  const auto count = part + 1 < parts
-                         ? static_cast<uint32_t>(index_->slots() * (part + 1) / parts) - first
-                         : static_cast<uint32_t>(INT32_MAX) - first;
-  const IndexView view = index();
-  constexpr size_t kPiece = 512, kAhead = 32;
-  Slot own[kPiece];
-  for (size_t begin = 0; begin < slots.size(); begin += kPiece) {
-    size_t found = 0;
-    for (const Slot slot : slots.subspan(begin, std::min(kPiece, slots.size() - begin))) {
-      own[found] = slot;
-      found += static_cast<uint32_t>(slot) - first < count;  // kNoSlot is in no part
-    }
-    for (size_t i = 0; i < found; ++i) {
-      if (i + kAhead < found) index_->PrefetchSlot(own[i + kAhead]);
-      RenewScore(view.score(own[i]), score.update, score.score, /*alone=*/true);
-    }
-  }
 }
 
 void Table::CountUses(const Row* rows, int64_t n) {
@@ -155,15 +159,13 @@ void Table::CountUses(const Row* rows, int64_t n) {
   }
 }
 
-int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone,
-                        Slot* later) {
+int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone) {
   const auto find = ActiveKernels().find;
   const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
   if (score.update == ScoreUpdate::kKeep || !watched()) {
-    const ScoreUpdate update = later ? ScoreUpdate::kKeep : score.update;
     const int64_t missing =
-        find(view, keys.data(), n, later, rows, update, score.score, alone || RunsAlone());
+        find(view, keys.data(), n, nullptr, rows, score.update, score.score, alone || RunsAlone());
     AfterUse(rows, n, score);
     return missing;
   }
@@ -187,7 +189,7 @@ int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore sco
     for (size_t i = 0; i < found.size(); ++i) {
       if (found[i] == kNoSlot) continue;
       if (changes_) changes_->Mark(rows[before + static_cast<int64_t>(i)]);
-      RenewScore(view.score(found[i]), score.update, score.score);
+      RenewScore(view.score(found[i]), score.update, score.score, alone);
     }
   }
   AfterUse(rows, n, score);

@@ -19,6 +19,7 @@
 
 namespace embstore {
 
+struct HashSecret;                 // hash.h
 struct IndexView;                  // index_view.h
 enum class ScoreUpdate : uint8_t;  // score_clock.h
 
@@ -58,9 +59,13 @@ struct Kernels {
 
   // slots[i] and rows[i] = slot and row of keys[i], or kNoSlot and kMissingRow; returns how many
   // are missing. Renews the scores of the keys it finds. slots may be null. alone: no other thread
-  // renews scores of this index meanwhile.
+  // renews the scores of these keys meanwhile.
   int64_t (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
                   ScoreUpdate update, uint64_t score, bool alone);
+
+  // part[i] = which of `parts` (256 at most) equal ranges of hashes keys[i] is in.
+  void (*divide)(const HashSecret& secret, const int64_t* keys, int64_t n, uint32_t parts,
+                 uint8_t* part);
 
   // out row i = row numbers[i] (converted), zeros for kMissingRow, extra[j] for ExtraRow(j).
   // around_caches: for outputs that will not be in the caches anyway when they are read.

@@ -254,17 +254,12 @@ class Table : public std::enable_shared_from_this<Table> {
   // Finds the keys on several threads and renews the scores of those it finds, after announcing
   // them to watchers.
   void FindAll(std::span<const int64_t> keys, Row* rows, BatchScore score);
-  // The same on this thread only. Returns how many are missing. alone: no other thread finds keys
-  // of this table meanwhile. later (n): gets the slots, and scores are left to
-  // RenewScores.
-  int64_t FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone,
-                   Slot* later = nullptr);
-  // Whether threads that share a batch should pass slots to FindHere. Scores that add up would else
-  // need atomic additions, and threads would wait for each other at the frequent keys.
-  bool RenewsScoresLater(BatchScore score) const;
-  // Renews the scores of the slots that belong to this part of the index. Each part may run on a
-  // thread of its own.
-  void RenewScores(std::span<const Slot> slots, BatchScore score, int64_t part, int64_t parts);
+  // The same on this thread only. Returns how many are missing. alone: no other thread finds any of
+  // these keys meanwhile.
+  int64_t FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone);
+  // Whether threads that share a batch should call FindAll instead of FindHere. Scores that add up
+  // would else need atomic additions, and threads would wait for each other at the frequent keys.
+  bool FindsDivided(BatchScore score) const;
   void RequireScore() const { clock_.RequireScore(); }
   MissSampler* miss_sampler() { return miss_sampler_.get(); }  // or null
   // Erases what has outlived options().ttl, from time to time. `now` is the score of the batch.
@@ -334,6 +329,7 @@ class Table : public std::enable_shared_from_this<Table> {
   enum class Eviction : uint8_t { kNone, kAny, kSmaller };
 
   explicit Table(const TableOptions& options);
+  void FindDivided(std::span<const int64_t> keys, Row* rows, BatchScore score);
   // Makes room for this many rows in all: in the index, in memory and for marks. Throws OutOfMemory
   // and changes no row.
   void MakeRoom(int64_t rows);
