@@ -152,14 +152,19 @@ void SsdStoreImpl::Seal() {
   ++sealed_;
 }
 
-// Copies rows on several threads, as many as the open segment has room for, then updates the index
-// in the order of the keys, which may repeat.
+// Copies rows and finds their entries on several threads, as many as the open segment has room for,
+// then updates the index in the order of the keys, which may repeat.
 void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const* rows,
                           const uint64_t* scores, Known known) {
   constexpr int64_t kRowsPerTask = 256, kRowsAhead = 4;
   const auto n = static_cast<int64_t>(keys.size());
-  if (!known.checksums) checksums_.resize(keys.size());
+  if (!known.checksums) {
+    checksums_.resize(keys.size());
+    entries_.resize(keys.size());
+  }
   const uint32_t* const checksums = known.checksums ? known.checksums : checksums_.data();
+  SsdIndex::Entry* const* const entries = known.entries ? known.entries : entries_.data();
+  bool current = true;  // entries were found in the index as it is now
   for (int64_t begin = 0, end; begin < n; begin = end) {
     if (open_ && open_->rows == layout_.rows_per_segment()) Seal();
     if (!open_) OpenSegment();
@@ -169,6 +174,10 @@ void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const*
     end = std::min(n, begin + layout_.rows_per_segment() - to.rows);
     ParallelFor((end - begin + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
       const int64_t from = begin + task * kRowsPerTask, until = std::min(from + kRowsPerTask, end);
+      for (int64_t i = from; !known.entries && i < until; ++i) {
+        if (i + kKeysAhead < until) index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
+        entries_[static_cast<size_t>(i)] = index_.Find(keys[static_cast<size_t>(i)]);
+      }
       for (int64_t i = from; i < until; ++i) {
         if (i + kRowsAhead < until) {
           const std::byte* next = rows[i + kRowsAhead];
@@ -188,15 +197,12 @@ void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const*
     to.rows = first + end;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t key = keys[static_cast<size_t>(i)];
-      SsdIndex::Entry* entry = nullptr;
-      if (known.entries) {
-        entry = known.entries[i];
-      } else {
-        if (i + kKeysAhead < end) index_.Prefetch(keys[static_cast<size_t>(i + kKeysAhead)]);
-        entry = index_.Find(key);
-      }
+      SsdIndex::Entry* const entry = current ? entries[i] : index_.Find(key);
+      // A new key may move others, and may come again.
+      current = current && entry;
       Name(entry, key, static_cast<uint32_t>(first_row + i), checksums[i]);
     }
+    current = true;  // the next segment's are found after this
   }
 }
 

@@ -225,6 +225,7 @@ class SsdStoreImpl final : public SsdStore {
   std::vector<std::shared_ptr<SegmentBuffer>> spare_;        // fresh pages cost more than a copy
   LiveRows moving_;                                          // of compaction, kept for its memory
   std::vector<uint32_t> checksums_;                          // of Append, likewise
+  std::vector<SsdIndex::Entry*> entries_;                    // of Append, likewise
   std::map<std::string, std::vector<int64_t>> checkpoints_;  // the segments that each names
   std::atomic<int64_t> bytes_put_{0}, bytes_written_{0}, moved_rows_{0};
   std::unique_ptr<SegmentWriter> writer_;

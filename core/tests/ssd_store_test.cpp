@@ -51,6 +51,20 @@ TEST(An SSD store holds what a map holds) {
   }
 }
 
+TEST(A put may mix keys that are there with new ones that come again) {
+  const TemporaryDirectory directory;
+  const auto store = SsdStore::Open(Options(directory, 97));
+  Oracle oracle;
+  PutAll(*store, Range(0, 1023), 1, oracle);
+  std::vector<int64_t> keys;
+  for (int64_t key = 0; key < 20'000; ++key) {  // so many that all parts of the index grow
+    keys.insert(keys.end(), {key % 1023, 5000 + key, 5000 + key / 2});
+  }
+  PutAll(*store, keys, 2, oracle);
+  store->CheckInvariants();
+  CheckHolds(*store, oracle);
+}
+
 TEST(Compaction reclaims space and loses no row) {
   const TemporaryDirectory directory;
   const auto store = SsdStore::Open(Options(directory, 4096));
