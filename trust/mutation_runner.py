@@ -26,6 +26,7 @@ import resource
 import signal
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ import pytest
 PR_SET_PDEATHSIG = 1
 MOST_BYTES = 12 << 30  # of addresses: a mutant may ask for all memory
 QUICK = "not slow and not multirank"
-IDLE_SECONDS = 20  # nobody in a process group works for so long: it hangs
+IDLE_LOOKS = 30  # seconds in which a process group uses 1 % of a processor at most: it hangs
 
 
 class Native:
@@ -169,23 +170,29 @@ class Announcer:
 
 class Watch:
     """Whether a process group hangs. The clock does not tell: on a busy machine it may only be waiting for a
-    processor, and would count as a mutant that was noticed. CPU time has a limit of its own."""
+    processor, and would count as a mutant that was noticed. CPU time has a limit of its own.
+
+    A thread that only looks at something now and then, for ever, does not count as work."""
 
     def __init__(self, group: int) -> None:
-        self._group, self._used = group, -1
-        self._looked = self._worked = time.monotonic()
+        self._group = group
+        self._looked = time.monotonic()
+        self._looks: deque[tuple[bool, int]] = deque(maxlen=IDLE_LOOKS)
 
     def hangs(self) -> bool:
         now = time.monotonic()
         if now > self._looked + 1:
+            if now > self._looked + 10:  # this process was stopped, and most likely the others with it
+                self._looks.clear()
             self._looked = now
-            running, used = self._look()
-            if running or used != self._used:
-                self._used, self._worked = used, now
-        return now > self._worked + IDLE_SECONDS
+            self._looks.append(self._look())
+        if len(self._looks) < IDLE_LOOKS:
+            return False
+        ticks = self._looks[-1][1] - self._looks[0][1]
+        return sum(running for running, _ in self._looks) <= IDLE_LOOKS // 10 and ticks <= IDLE_LOOKS
 
     def _look(self) -> tuple[bool, int]:
-        """Whether a thread wants a processor or a disk, and the ticks of CPU time of all."""
+        """Whether a thread wants a processor or a disk or is stopped, and the ticks of CPU time of all."""
         running, used = False, 0
         for process in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # it has ended
@@ -194,7 +201,7 @@ class Watch:
                 for thread in os.listdir(f"/proc/{process}/task"):
                     with open(f"/proc/{process}/task/{thread}/stat") as file:
                         fields = file.read().rpartition(")")[2].split()
-                    running |= fields[0] in "RD"
+                    running |= fields[0] in "RDTt"
                     used += int(fields[11]) + int(fields[12])
         return running, used
 
@@ -234,7 +241,8 @@ def in_fork(work: Any, cpu_seconds: float) -> dict[str, str]:
 
 
 def options(work: str) -> list[str]:
-    return ["-q", "--no-header", "-s", "-o", f"cache_dir={work}/pytest", "-W", "ignore", "-m", QUICK]
+    found = ["-q", "--no-header", "-s", "-o", f"cache_dir={work}/pytest", "-W", "ignore", "-m", QUICK]
+    return [*found, "-o", "timeout=0"]  # which goes by the clock
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import queue
+import re
 import resource
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from trust.mutation_runner import MOST_BYTES, Watch
 ROOT = Path(__file__).parents[1]
 SLOW_CPP = {"stress_test", "parallel_test"}  # they look for races, in every build
 WIDE_CPP = {"row_heap_test"}  # reserves more addresses than MOST_BYTES
+SENTENCE = re.compile(r"^TEST\((.*?)\) \{", re.MULTILINE | re.DOTALL)
 SURVIVED, NOT_REACHED = "survived", "not reached"
 AT_ONCE = 8  # Python tests in one fork
 CASES_SECONDS = 15  # CPU time of the Python tests that a mutant has to survive
@@ -71,7 +73,7 @@ class Runner:
 
 
 class Tests:
-    """C++ programs have the name of their file, Python tests their node id."""
+    """Python tests have their node id, and so have those of C++: core/tests/store_test.cpp::A sentence."""
 
     def __init__(self, work: Path, numbered: dict[int, Mutant], chosen: list[str], jobs: int) -> None:
         self._work, self._numbered = work, numbered
@@ -81,7 +83,7 @@ class Tests:
             for path in (ROOT / folder).rglob("*")
             if path.suffix in (".py", ".cpp")
         }
-        self._programs: dict[str, tuple[float, set[int]]] = {}
+        self._sentences: dict[str, tuple[float, set[int]]] = {}  # tests of C++
         self._cases: dict[str, tuple[float, set[int]]] = {}
         self._at_import: set[int] = set()
         self._runners: queue.Queue[Runner] = queue.Queue()
@@ -92,19 +94,19 @@ class Tests:
         file, key = work / "reaching.json", hashlib.sha1(repr((numbered, chosen)).encode()).hexdigest()
         known = json.loads(file.read_text()) if file.exists() else {}
         if known.get("key") != key:
-            known = {"programs": {}, "cases": {}, "import": []}
+            known = {"sentences": {}, "cases": {}, "import": []}
         self._at_import = set(known["import"])
-        for kind, own in (("programs", self._programs), ("cases", self._cases)):
+        for kind, own in (("sentences", self._sentences), ("cases", self._cases)):
             for name, (seconds, reached, state) in known[kind].items():
                 if state == self.state(name):
                     own[name] = (seconds, set(reached))
         beside = threading.Thread(target=self._reach_of_cases)
         beside.start()
         if any(not m.file.endswith(".py") for m in numbered.values()):
-            self._reach_of_programs()
+            self._reach_of_sentences()
         beside.join()
         found = {"key": key, "import": self._at_import}
-        for kind, own in (("programs", self._programs), ("cases", self._cases)):
+        for kind, own in (("sentences", self._sentences), ("cases", self._cases)):
             found[kind] = {name: (*values, self.state(name)) for name, values in own.items()}
         file.write_text(json.dumps(found, default=sorted))
 
@@ -115,22 +117,21 @@ class Tests:
         for runner in self._every:
             runner.close()
 
-    def _reach_of_programs(self) -> None:
+    def _reach_of_sentences(self) -> None:
         for program in sorted((self._work / "cpp").glob("*_test")):
-            if (
-                program.name in {*SLOW_CPP, *self._programs}
-                or not (ROOT / f"core/tests/{program.name}.cpp").exists()
-            ):
+            file = f"core/tests/{program.name}.cpp"
+            if program.name in SLOW_CPP or not (ROOT / file).exists():
                 continue
-            out = self._work / "reach.bin"
-            out.unlink(missing_ok=True)
-            start = resource.getrusage(resource.RUSAGE_CHILDREN)
-            end = self._program(program.name, 0, 600, {"EMBSTORE_REACH": str(out)})
-            used = resource.getrusage(resource.RUSAGE_CHILDREN)
-            if end != "passed":
-                raise RuntimeError(f"{program.name} fails without a mutant: {end}")
-            seconds = used.ru_utime + used.ru_stime - start.ru_utime - start.ru_stime
-            self._programs[program.name] = (seconds, {i for i, cell in enumerate(out.read_bytes()) if cell})
+            for sentence in SENTENCE.findall((ROOT / file).read_text()):
+                test = f"{file}::{' '.join(sentence.split())}"
+                if test in self._sentences:
+                    continue
+                out = self._work / "reach.bin"
+                out.unlink(missing_ok=True)
+                end, seconds = self._run_sentence(test, 0, 600, {"EMBSTORE_REACH": str(out)})
+                if end != "passed":
+                    raise RuntimeError(f"{test} fails without a mutant: {end}")
+                self._sentences[test] = (seconds, {i for i, cell in enumerate(out.read_bytes()) if cell})
 
     def _reach_of_cases(self) -> None:
         out = self._work / "reach.json"
@@ -142,7 +143,13 @@ class Tests:
         for name, found in every.items():
             self._cases[name] = (found["seconds"], set(found["reached"]))
 
-    def _program(self, name: str, mutant: int, cpu_seconds: float, more: dict[str, str] | None = None) -> str:
+    def _run_sentence(
+        self, test: str, mutant: int, cpu_seconds: float, more: dict[str, str] | None = None
+    ) -> tuple[str, float]:
+        """How one test of a C++ program ends, and its CPU time."""
+        file, _, sentence = test.partition("::")
+        name = Path(file).stem
+
         def limited() -> None:
             limit = math.ceil(cpu_seconds)
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
@@ -150,7 +157,7 @@ class Tests:
                 resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
 
         process = subprocess.Popen(
-            [str(self._work / "cpp" / name)],
+            [str(self._work / "cpp" / name), sentence],
             env={**os.environ, "EMBSTORE_MUTANT": str(mutant), **(more or {})},
             cwd=self._work / "cpp",
             stdout=subprocess.DEVNULL,
@@ -159,15 +166,17 @@ class Tests:
             start_new_session=True,
         )
         watch = Watch(process.pid)
-        while process.poll() is None and not watch.hangs():
+        while not (done := os.wait4(process.pid, os.WNOHANG))[0] and not watch.hangs():
             time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        return "passed" if code == 0 else "failed" if code > 0 else "died or hung"
+        _, status, used = done if done[0] else os.wait4(process.pid, 0)
+        process.returncode = code = os.waitstatus_to_exitcode(status)
+        end = "passed" if code == 0 else "failed" if code > 0 else "died or hung"
+        return end, used.ru_utime + used.ru_stime
 
     def reaching(self, number: int, most: float = math.inf) -> list[str]:
-        """C++ programs, then Python tests that reach a mutant and cost less than `most`, the cheapest first.
+        """Tests of C++, then of Python that reach a mutant and cost less than `most`, the cheapest first.
         A mutant that importing asks about is reached by all that reach another one of its module."""
         file = self._numbered[number].file
         same = {n for n, m in self._numbered.items() if m.file == file}
@@ -175,7 +184,8 @@ class Tests:
 
         def cost(name: str, seconds: float) -> float:
             """CPU time; less for the tests of the file, which are the most likely to notice."""
-            return seconds / 10 if name.split("_")[0] == Path(file).stem.split("_")[0] else seconds
+            own = Path(name.split("::")[0]).stem.removeprefix("test_").split("_")[0]
+            return seconds / 10 if own == Path(file).stem.split("_")[0] else seconds
 
         def ordered(known: dict[str, tuple[float, set[int]]]) -> list[str]:
             costs = {
@@ -185,15 +195,14 @@ class Tests:
             }
             return sorted(costs, key=costs.__getitem__)
 
-        # A fork of Python costs more than most C++ programs: those come last where there are both.
+        # A fork of Python costs more than most tests of C++: those come last where there are both.
         cases = [] if most < math.inf and not file.endswith(".py") else ordered(self._cases)
         times = itertools.accumulate(self._cases[name][0] for name in cases)
-        return ordered(self._programs) + [name for name, time in zip(cases, times) if time < CASES_SECONDS]
+        return ordered(self._sentences) + [name for name, time in zip(cases, times) if time < CASES_SECONDS]
 
     def state(self, test: str) -> str:
         """Changes with the file of a test."""
-        file = test.split("::")[0] if "::" in test else f"core/tests/{test}.cpp"
-        return self._states.get(file, "")
+        return self._states.get(test.split("::")[0], "")
 
     def run(
         self, number: int, likely: str | None, passed: dict[str, str], most: float
@@ -206,16 +215,17 @@ class Tests:
         runner = self._runners.get()
         try:
             while tests:
-                if tests[0] in self._programs:
+                if tests[0] in self._sentences:
                     name, *tests = tests
-                    if (end := self._program(name, number, 2 + 4 * self._programs[name][0])) != "passed":
+                    end, _ = self._run_sentence(name, number, 2 + 4 * self._sentences[name][0])
+                    if end != "passed":
                         return end, name
                     continue
                 now = (
                     1
                     if tests[0] == likely
                     else next(
-                        (at for at, name in enumerate(tests[:AT_ONCE]) if name in self._programs), AT_ONCE
+                        (at for at, name in enumerate(tests[:AT_ONCE]) if name in self._sentences), AT_ONCE
                     )
                 )
                 cases, tests = tests[:now], tests[now:]

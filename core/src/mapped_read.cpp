@@ -1,5 +1,7 @@
 #include "mapped_read.h"
 
+#include <ucontext.h>
+
 #include <atomic>
 #include <csetjmp>
 #include <csignal>
@@ -24,10 +26,14 @@ __attribute__((tls_model("initial-exec"))) thread_local Copying* volatile t_copy
 std::atomic<const struct sigaction*> g_previous{nullptr};
 std::atomic<bool> g_passed_on{false};
 
-void OnBusError(int number, siginfo_t* info, void*) {
+void OnBusError(int number, siginfo_t* info, void* context) {
   Copying* const copying = t_copying;
   const auto* const address = static_cast<const std::byte*>(info->si_addr);
   if (copying && address >= copying->from && address < copying->from + copying->bytes) {
+    // The jump leaves signals blocked as they are here, which is not only up to us: a handler that
+    // calls this one, as that of ThreadSanitizer does, may block all, and then the next bus error
+    // ends the process.
+    pthread_sigmask(SIG_SETMASK, &static_cast<const ucontext_t*>(context)->uc_sigmask, nullptr);
     siglongjmp(copying->back, 1);
   }
   // The instruction runs again once this returns, under the handler that was there before. If that
@@ -74,7 +80,6 @@ void CatchBusErrors() {
   g_passed_on.store(false);
   struct sigaction ours = {};
   ours.sa_sigaction = OnBusError;
-  // SA_NODEFER: the jump out of the handler leaves the signal unblocked.
   ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   sigaction(SIGBUS, &ours, nullptr);
 }

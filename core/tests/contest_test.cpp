@@ -313,6 +313,31 @@ TEST(Snapshots and changes cover shared rows and clearing forgets them) {
                table->AssignShared(beyond, before.values.data(), nullptr));
 }
 
+TEST(Gradients of shared rows reach these rows alone) {
+  TableOptions options = Contested(4, 2);
+  options.score_strategy = ScoreStrategy::kImportance;
+  const auto table = Table::Create(options);
+  LookUpOne(table, Range(0, 10));
+  const auto rows = AllRows(*table);
+  const auto shared = table->SharedRows().values;
+  CHECK_EQ(shared.size(), size_t{6});
+  std::vector<float> gradients(9, 1.0f);
+  VectorsView view;
+  view.base = gradients.data();
+  view.stride = 3;
+  StepOptions step;
+  step.learning_rate = 1.0f;
+  for (const int64_t wrong : {-1, 2}) {
+    CHECK_THROWS(InvalidArgument, "numbers should be below shared_rows (2)",
+                 ApplyGradientsToShared(*table, std::vector<int64_t>{0, wrong}, view, step));
+  }
+  CHECK(table->SharedRows().values == shared);
+  ApplyGradientsToShared(*table, std::vector<int64_t>{1, 0, 1}, view, step);
+  const auto moved = table->SharedRows().values;
+  for (size_t i = 0; i < 6; ++i) CHECK_EQ(moved[i], shared[i] - (i < 3 ? 1.0f : 2.0f));
+  CHECK(AllRows(*table) == rows);
+}
+
 TEST(Rows with small gradients go first where importance is the score) {
   TableOptions options = Contested(4);
   options.score_strategy = ScoreStrategy::kImportance;

@@ -81,7 +81,7 @@ TEST(Gradients of duplicates are summed in order, then every row moves once) {
 
 TEST(Pooled gradients reach every key of the bag with its weight) {
   const int64_t dim = 5;
-  for (int threads : {1, 4}) {
+  for (const auto& [threads, bags] : {std::pair<int, int64_t>{1, 1023}, {4, 1023}, {2, 5001}}) {
     SetNumThreads(threads);
     for (Pooling pooling : {Pooling::kSum, Pooling::kMean}) {
       for (bool weighted : {false, true}) {
@@ -89,7 +89,7 @@ TEST(Pooled gradients reach every key of the bag with its weight) {
         std::mt19937_64 random(5);
         std::vector<int64_t> keys, offsets = {0};
         std::vector<float> weights;
-        for (int bag = 0; bag < 1023; ++bag) {
+        for (int64_t bag = 0; bag < bags; ++bag) {
           for (uint64_t i = random() % 7; i > 0; --i) {
             keys.push_back(static_cast<int64_t>(random() % 700));
             weights.push_back(static_cast<float>(random() % 9) / 4.0f - 1.0f);
@@ -98,7 +98,7 @@ TEST(Pooled gradients reach every key of the bag with its weight) {
         }
         const Forward forward = LookUpOne(table, keys);
         const auto before = AllRows(*table);
-        auto gradients = RandomGradients(1023, dim, 9);
+        auto gradients = RandomGradients(bags, dim, 9);
         GradientRequest request = RequestOf(*forward.result.slots, gradients, Sgd(1.0));
         request.pooling = pooling;
         request.offsets = offsets;
@@ -199,6 +199,23 @@ TEST(Rows of another live batch go before a key is refused and their gradients a
     CHECK_EQ(LookUpOne(table, Range(6000, 6128)).result.refused, 0);
   }
   SetNumThreads(2);
+}
+
+TEST(Rows that two live batches share stay with both when others go) {
+  const auto table = Table::Create(SmallTable(1));
+  const Forward first = LookUpOne(table, Range(0, 50));
+  const Forward second = LookUpOne(table, Range(50, 128));
+  std::vector<int64_t> keys = Range(100, 128);  // of the second batch
+  for (int64_t key = 1000; key < 1010; ++key) keys.push_back(key);
+  const Forward third = LookUpOne(table, keys);
+  CHECK_EQ(table->stats().dropped_gradients, 10);
+  std::vector<float> gradients(78, 1.0f);
+  const auto kept = [&](const Forward& batch) {
+    return ReduceGradients(RequestOf(*batch.result.slots, gradients, Sgd(0.5))).keys.size();
+  };
+  CHECK_EQ(kept(first), size_t{40});
+  CHECK_EQ(kept(second), size_t{78});
+  CHECK_EQ(kept(third), size_t{38});
 }
 
 TEST(Pinned rows are followed when the table grows) {
@@ -357,6 +374,10 @@ TEST(A bad request is refused before any row of any table moves) {
   const std::vector<int64_t> offsets = {0, 3};
   requests[1].offsets = offsets;
   CHECK_THROWS(InvalidArgument, "offsets", ApplyGradients(requests));
+  std::vector<GradientRequest> three = requests;
+  three[1] = RequestOf(*of_b.result.slots, gradients, Sgd(1.0));
+  three.push_back(requests[0]);
+  CHECK_THROWS(InvalidArgument, "each table once", ApplyGradients(three));
   requests[1] = requests[0];
   CHECK_THROWS(InvalidArgument, "each table once", ApplyGradients(requests));
   CHECK_EQ(AllRows(*a).at(1).value[0], 1.0f);
@@ -364,6 +385,11 @@ TEST(A bad request is refused before any row of any table moves) {
   requests[1] = RequestOf(*of_b.result.slots, gradients, Sgd(1.0));
   CHECK_THROWS(InvalidState, "closed", ApplyGradients(requests));
   CHECK_THROWS(InvalidState, "closed", ReduceGradients(requests[1]));
+  for (bool renew_scores : {false, true}) {
+    CHECK_THROWS(
+        InvalidState, "closed",
+        ApplyGradientsByKey(*b, Range(1, 3), requests[1].gradients, Sgd(1.0), renew_scores));
+  }
   CHECK_EQ(AllRows(*a).at(1).value[0], 1.0f);
 }
 

@@ -1,8 +1,10 @@
 #include "embstore/slot_map.h"
 
+#include <algorithm>
 #include <map>
 #include <random>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "check.h"
@@ -63,6 +65,49 @@ TEST(Pinned keys are never victims) {
   for (const KeySlot& victim : map.Victims(64, 1)) CHECK(victim.key >= 40);
   CHECK_EQ(map.Victims(64, 1).size(), size_t{24});
   CHECK_EQ(map.Victims(64, 2).size(), size_t{64});
+}
+
+TEST(The memory of a map follows its slots) {
+  for (int64_t slots : {100'000, 1'000'000}) {
+    const SlotMap map({.slots = slots});
+    CHECK(map.bytes() > static_cast<size_t>(22 * slots));
+    CHECK(map.bytes() < static_cast<size_t>(60 * slots));
+  }
+}
+
+// Ranks that make the same calls hold the same map, so the chances are those of one generator.
+TEST(A use raises the frequency of a key by chance and the least frequent is the worst) {
+  constexpr int64_t kKeys = 97;
+  SlotMap map({.slots = kKeys, .min_used_freq_power = 0, .seed = 3});
+  std::map<int64_t, std::tuple<uint64_t, int64_t, int64_t>> known;  // frequency, time, slot
+  uint64_t chance = 0x9e3779b97f4a7c15ULL;
+  std::mt19937_64 random(5);
+  for (int64_t time = 0; time < 400; ++time) {
+    std::vector<int64_t> keys(50), slots(50);
+    for (int64_t& key : keys)
+      key = static_cast<int64_t>(std::min(random() % kKeys, random() % kKeys));
+    map.Find(keys, time, slots.data());
+    map.Admit();
+    std::set<int64_t> fresh;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (!known.contains(keys[i])) fresh.insert(keys[i]);
+      if (fresh.contains(keys[i])) {
+        known[keys[i]] = {0, time, slots[i]};
+        continue;
+      }
+      auto& [frequency, last, slot] = known[keys[i]];
+      chance = chance * 6364136223846793005ULL + 1442695040888963407ULL;
+      frequency += ((chance >> 33) % (uint64_t{1} << frequency)) == 0;
+      last = time;
+      CHECK_EQ(slots[i], slot);
+    }
+  }
+  std::vector<std::pair<std::tuple<uint64_t, int64_t, int64_t>, int64_t>> expected;
+  for (const auto& [key, record] : known) expected.emplace_back(record, key);
+  std::sort(expected.begin(), expected.end());
+  const std::vector<KeySlot> worst = map.Worst(kKeys);
+  CHECK_EQ(worst.size(), expected.size());
+  for (size_t i = 0; i < worst.size(); ++i) CHECK_EQ(worst[i].key, expected[i].second);
 }
 
 TEST(Keys that all fall into one bucket are held) {

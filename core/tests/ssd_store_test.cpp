@@ -144,6 +144,16 @@ TEST(A truncated file is an error and not a signal) {
   }
 }
 
+TEST(A checkpoint whose last row was cut off is not loaded) {
+  const TemporaryDirectory directory;
+  const auto store = SsdStore::Open(Options(directory, 97, false));
+  Oracle oracle;
+  PutAll(*store, Range(0, 7), 1, oracle);
+  store->SaveCheckpoint("cut");
+  std::filesystem::resize_file(FirstValues(directory), 6 * 97 + 50);
+  CHECK_THROWS(InvalidState, "ends before row 6", store->LoadCheckpoint("cut"));
+}
+
 TEST(A directory is open once and its sizes are kept) {
   const TemporaryDirectory directory;
   {

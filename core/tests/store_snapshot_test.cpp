@@ -155,6 +155,24 @@ TEST(Two threads read a snapshot of a table over a store while rows change hands
   }
 }
 
+TEST(A batch that evicts tens of thousands of rows writes each of them back) {
+  constexpr int64_t kRows = 40'000;
+  TableOptions options = CacheOver(MakeMemoryStore(RowBytes(), 0));
+  options.index.init_capacity = options.index.max_capacity = kRows;
+  options.index.bucket_capacity = 128;
+  const auto table = Table::Create(options);
+  const std::vector<int64_t> keys = Range(0, kRows);
+  LookUpOne(table, keys);
+  const int64_t resident = table->size();
+  LookUpOne(table, Range(kRows, 2 * kRows));
+  CHECK(resident > 2 * 16384 && options.store->size() > 2 * 16384);
+  const AllOfThem rows = ByKey(*table, keys);
+  for (const auto& [key, row] : rows) {
+    CHECK_EQ(row.value[0], DebugValue(key));
+  }
+  CHECK_EQ(rows.size(), keys.size());
+}
+
 TEST(Clearing and loading leave a snapshot as it is) {
   const TemporaryDirectory directory;
   const auto table = Table::Create(CacheOver(Ssd(directory.path)));

@@ -96,6 +96,20 @@ TEST(Three tiers end on disk and come back with a checkpoint) {
   CheckHolds(*ssd, oracle);
 }
 
+TEST(Flushing tiers writes the files of the lowest one) {
+  const TemporaryDirectory directory;
+  const auto ssd = SsdStore::Open({.path = directory.path, .row_bytes = 40});
+  const auto tiers = MakeTieredStore(MakeMemoryStore(40, 0), ssd, 200);
+  Oracle oracle;
+  const std::vector<int64_t> keys = {1, 2, 3};
+  PutAll(*tiers, keys, 1, oracle);
+  tiers->Flush();
+  const SsdStoreStats stats = ssd->stats();
+  CHECK_EQ(stats.bytes_put, 3 * 40);
+  CHECK(stats.bytes_written >= 3 * 40);
+  CheckHolds(*tiers, oracle);
+}
+
 TEST(A tier that fails below loses nothing above) {
   const auto upper = MakeMemoryStore(8, 0), lower = MakeMemoryStore(8, 1);
   const auto tiers = MakeTieredStore(upper, lower, 20);

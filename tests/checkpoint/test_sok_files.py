@@ -114,6 +114,18 @@ def test_files_are_closed_when_they_are_written_or_given_up(tmp_path):
         ({"f": {"bytes": -1, "crc32": 0}}, {}, "bytes should be .* but is: -1"),
         ({"f": {"bytes": 0, "crc32": 1 << 32}}, {}, "crc32 should be .* but is: 4294967296"),
         ({}, {"iterations": -1}, "iterations should be .* but is: -1"),
+        ({}, {"tables": {"user": {"score": 0}}}, "score should be .* but is: 0"),
+        ({}, {"tables": {"user": {"score": 1 << 64}}}, "score should be .* but is: 18446744073709551616"),
+        (
+            {},
+            {"tables": {"user": {"shared_rows": 0, "state_width": 0}}},
+            "shared_rows should be .* but is: 0",
+        ),
+        (
+            {},
+            {"tables": {"user": {"shared_rows": 65537, "state_width": 0}}},
+            "shared_rows should be .* but is: 65537",
+        ),
     ],
 )
 def test_a_wrong_manifest_is_refused_by_its_field(tmp_path, files, more, reason):
@@ -121,6 +133,22 @@ def test_a_wrong_manifest_is_refused_by_its_field(tmp_path, files, more, reason)
     assert read_sealed(tmp_path / sok.MANIFEST)["version"] == 1
     with pytest.raises(CheckpointError, match=f"{sok.MANIFEST}: {reason}"):
         DumpReader(tmp_path)
+
+
+@pytest.mark.parametrize("score", [1, (1 << 64) - 1])
+@pytest.mark.parametrize("shared_rows", [1, 65536])
+def test_facts_of_a_table_may_be_as_small_and_as_large_as_the_engine_takes(tmp_path, score, shared_rows):
+    facts = {"score": score, "shared_rows": shared_rows, "state_width": 0}
+    seal(tmp_path, {}, tables={"user": facts})
+    assert sok.read_manifest(tmp_path)["tables"] == {"user": facts}
+
+
+def test_a_part_of_a_rank_is_read_as_its_bytes(tmp_path):
+    seal(tmp_path, write(tmp_path))
+    table = DumpReader(tmp_path).table("user")
+    (tmp_path / sok.part_file(table.prefix, "shared", 1, 2)).write_bytes(bytes(range(7)))
+    assert table.part("shared", 0, 2) is None
+    assert table.part("shared", 1, 2).tolist() == list(range(7))
 
 
 def dump(path, *names, rows=3):
