@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from embstore.distributed.process_groups import GlooGroup
@@ -72,6 +73,51 @@ def gathered(sizes: list[int]) -> list[list[bytes]]:
 def gathered_rows(rows: int) -> Any:
     ranks = ranks_of()
     return ranks.gather_rows(np.full((rows * ranks.rank, 3), ranks.rank, np.float32))
+
+
+def exchanged(sizes: list[int]) -> bool:
+    """Whether everything arrives: rank r sends size * (r + 1) + destination bytes, from bytes of its own."""
+    ranks = ranks_of()
+    assert isinstance(ranks, TorchRanks)
+    world, rank = ranks.world, ranks.rank
+
+    def message(sender: int, to: int, size: int) -> torch.Tensor:
+        values = torch.arange(size * (sender + 1) + to if size else 0)
+        return (values * (2 * sender + 1) + to).to(torch.uint8)
+
+    waits = []
+    for size in sizes:  # all on their way at once
+        sent = [message(rank, to, size) for to in range(world)]
+        wanted = [message(sender, rank, size) for sender in range(world)]
+        out = torch.empty(sum(len(part) for part in wanted), dtype=torch.uint8)
+        counts = [len(part) for part in wanted], [len(part) for part in sent]
+        waits.append((ranks.all_to_all(out, torch.cat(sent), *counts), out, torch.cat(wanted)))
+    waits.reverse()  # in any order
+    for wait, out, wanted_bytes in waits:
+        wait()
+        if not torch.equal(out, wanted_bytes):
+            return False
+    return True
+
+
+def forgotten(nbytes: int) -> list[int]:
+    """Nobody waits for the first exchange, and its pieces are let go before the other rank has come."""
+    ranks = ranks_of()
+    assert isinstance(ranks, TorchRanks)
+    others = [nbytes * (r != ranks.rank) for r in range(ranks.world)]
+    ranks.gather(0)
+    time.sleep(0.3 * ranks.rank)
+    found = []
+    for number in range(2):
+        out, rows = torch.zeros(nbytes, dtype=torch.uint8), torch.full((nbytes,), 7 + number).to(torch.uint8)
+        wait = ranks.all_to_all(out, rows, others, others)
+        if number == 0:
+            del wait, out, rows
+            gc.collect()
+        else:
+            wait()
+            found = out.unique().tolist()
+    return found
 
 
 def kept_alive_by_a_failure() -> bool:

@@ -13,6 +13,7 @@ import pytest
 from distributed import jobs
 from faces.dynamicemb import ranks
 
+from embstore.distributed.messages import PIECE_BYTES
 from embstore.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(300)]
@@ -69,6 +70,16 @@ def test_payloads_of_any_size_arrive_whole() -> None:
     sizes = [0, 1, 507, 508, 509, 1015, 1016, 1017, 100_003]
     for answer in ranks.run(3, jobs.gathered, sizes):
         assert answer == [[bytes([r]) * (size * (r + 1)) for r in range(3)] for size in sizes]
+
+
+def test_messages_of_any_size_arrive_whole_whatever_order_they_are_waited_for_in() -> None:
+    sizes = [97, 0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 7]
+    assert ranks.run(3, jobs.exchanged, sizes) == [True, True, True]
+
+
+@pytest.mark.parametrize("nbytes", [97, 3 * PIECE_BYTES + 7])
+def test_an_exchange_that_nobody_waits_for_does_not_hold_up_the_next(nbytes: int) -> None:
+    assert ranks.run(2, jobs.forgotten, nbytes, group_timeout=20.0) == [[8], [8]]
 
 
 def test_rows_of_all_ranks_come_in_the_order_of_the_ranks() -> None:

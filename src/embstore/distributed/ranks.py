@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from embstore.distributed.messages import exchange
 from embstore.distributed.process_groups import STORE_SECONDS, GlooGroup, group_store, timeout_of, within
 
 T = TypeVar("T")
@@ -246,11 +247,11 @@ class TorchRanks(Ranks):
         """Sends the first send[0] elements of `rows` to rank 0, and so on; receives into `out` likewise.
         Both are flat tensors on the CPU. Returns the function that waits."""
         with self._watching(what):
-            work = self._group.alltoall_base(out, rows, list(receive), list(send))
+            arrived = exchange(self._group, self.rank, out, rows, receive, send)
 
         def wait() -> None:
             with self._watching(what):
-                work.wait()
+                arrived()
 
         return wait
 
