@@ -116,7 +116,13 @@ def dmp() -> tuple[float, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(os.path.join(folder, "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        task = {"kind": "ebc", "optimizer": "EXACT_SGD", "sharding": "table_wise", "apart": False, "rows": IDS}
+        task = {
+            "kind": "ebc",
+            "optimizer": "EXACT_SGD",
+            "sharding": "table_wise",
+            "apart": False,
+            "rows": IDS,
+        }
         module = model(task, True)
         rng = np.random.default_rng(0)
         names = [f"f{i}" for i in range(FEATURES)]
