@@ -40,6 +40,7 @@ PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis \
   fastapi uvicorn prometheus-client swagger-ui-bundle fsspec
 PIP_docs := mkdocs>=1.6,<2 mkdocs-material>=9.5 mkdocstrings[python]>=0.26
 PIP_tensorflow := tensorflow-cpu==2.21.0 tf_keras==2.21.0
+PIP_peers := rocksdict
 
 CPP_FILES := $(shell find core bindings -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \) 2>/dev/null)
 # Directories count as well: their time changes when a file is removed.
@@ -163,8 +164,15 @@ format: setup  ## rewrite the sources as lint wants them
 	@$(BIN)/ruff format --quiet .
 	@[ -z "$(CPP_FILES)" ] || $(BIN)/clang-format -i $(CPP_FILES)
 
-bench: setup  ## compare with FBGEMM, torch and TorchRec; writes build/bench.json
+# Only benchmarks need these: RocksDB, and TFRA with the TensorFlow that it was built for.
+PEERS := $(VENV)/.done-peers.$(call checksum,$(PIP_peers))
+$(PEERS): $(lastword $(TEST_STAMPS))
+	$(call step,peers,$(BIN)/python -m pip install --no-input $(foreach r,$(PIP_peers),'$(r)'))
+	@rm -f $(VENV)/.done-peers.*; touch $@
+
+bench: setup $(PEERS)  ## compare with FBGEMM, torch, TorchRec, RocksDB and TFRA; writes build/bench.json
 	@mkdir -p build
+	@[ -x build/tfra/bin/python ] || $(BIN)/python -m benchmarks.tfra --make-environment
 	@$(BIN)/python -m benchmarks
 
 movielens: setup  ## prediction under a budget of rows: every strategy, the hashing trick, an oracle (5 minutes)
