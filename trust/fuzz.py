@@ -5,15 +5,17 @@
     python -m trust.fuzz --replay                       the kept inputs once, and a few mutations of them
     python -m trust.fuzz --told                         what has run so far, for docs/reliability.md
 
-Targets take turns, those that have run least first. trust/corpus/ran.json has the CPU seconds, inputs and
-findings of each in all, so a run that was stopped goes on where it was. Inputs that reached new code are
-kept: all in build/fuzz, the smallest in trust/corpus/TARGET.zip. A finding ends the turn, and its input is
-written to build/fuzz/TARGET-*.
+Targets take turns, those that have run least first; programs with different targets may run side by side.
+trust/corpus/ran.json has the CPU seconds, inputs and findings of each in all, so a run that was stopped goes
+on where it was. Inputs that reached new code are kept: all in build/fuzz, the smallest in
+trust/corpus/TARGET.zip. A finding ends the turn, and its input is written to build/fuzz/TARGET-*.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import io
@@ -24,6 +26,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +72,26 @@ def ran() -> dict[str, dict[str, Any]]:
     return json.loads(RAN.read_text()) if RAN.exists() else {}
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Keeps other programs that fuzz from changing what has run."""
+    FINDINGS.mkdir(parents=True, exist_ok=True)
+    with (FINDINGS / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def count(name: str, seconds: float, inputs: int, finding: str | None) -> None:
     """Adds a turn of a target."""
-    every = ran()
-    own = every.setdefault(name, {"seconds": 0, "inputs": 0, "findings": []})
-    own["seconds"] += round(seconds)
-    own["inputs"] += inputs
-    own["findings"] += [finding] if finding else []
-    new = RAN.with_suffix(".new")
-    new.write_text(json.dumps(dict(sorted(every.items())), indent=1) + "\n")
-    new.replace(RAN)  # a run that is killed leaves the old one whole
+    with alone():
+        every = ran()
+        own = every.setdefault(name, {"seconds": 0, "inputs": 0, "findings": []})
+        own["seconds"] += round(seconds)
+        own["inputs"] += inputs
+        own["findings"] += [finding] if finding else []
+        new = RAN.with_suffix(".new")
+        new.write_text(json.dumps(dict(sorted(every.items())), indent=1) + "\n")
+        new.replace(RAN)  # a run that is killed leaves the old one whole
 
 
 def told() -> str:
@@ -228,7 +241,8 @@ def main(arguments: list[str] | None = None) -> int:
         if "FINDING" in told:  # it would come again
             names.remove(name)
             broken += 1
-        write_told()
+        with alone():
+            write_told()
     return 1 if broken else 0
 
 

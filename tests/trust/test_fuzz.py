@@ -1,5 +1,6 @@
 """Short version of trust.fuzz: every kept input, and some mutations of them."""
 
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -26,6 +27,23 @@ def test_turns_add_up(tmp_path, monkeypatch):
         "urls": {"seconds": 20, "inputs": 1050, "findings": ["urls-crash-1"]},
     }
     assert "| urls | 20 | 1,050 | urls-crash-1 |" in fuzz.told()
+
+
+def test_turns_of_programs_side_by_side_are_all_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "RAN", tmp_path / "ran.json")
+    monkeypatch.setattr(fuzz, "FINDINGS", tmp_path)
+
+    def turns() -> None:
+        for _ in range(40):
+            fuzz.count("urls", 1.0, 10, None)
+
+    programs = [multiprocessing.get_context("fork").Process(target=turns) for _ in range(4)]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join(60)
+    assert [program.exitcode for program in programs] == [0, 0, 0, 0]
+    assert fuzz.ran() == {"urls": {"seconds": 160, "inputs": 1600, "findings": []}}
 
 
 def test_a_corpus_keeps_the_smallest_inputs_and_stays_small(tmp_path, monkeypatch):
