@@ -68,7 +68,8 @@ struct Work {
   VectorsView gradients;
   std::unique_ptr<Grouping> grouping;
 
-  explicit Work(const GradientRequest& from) : request(&from), gradients(from.gradients) {
+  // `threads` share its sort.
+  Work(const GradientRequest& from, int threads) : request(&from), gradients(from.gradients) {
     if (from.pooling != Pooling::kNone) {
       bags = std::make_unique<Bags>(from);
       gradients.bag_of = bags->bag_of.as<uint32_t>();
@@ -79,27 +80,14 @@ struct Work {
       gradients.positions = nullptr;
     }
     grouping = std::make_unique<Grouping>(from.slots->rows(), from.slots->size(),
-                                          from.slots->table().row_limit());
+                                          from.slots->table().row_limit(), threads);
   }
 };
 
 void GroupAll(std::vector<Work>& works) {
-  std::vector<std::pair<Grouping*, int64_t>> chunks;
-  for (Work& work : works) {
-    for (int64_t chunk = 0; chunk < work.grouping->chunks(); ++chunk) {
-      chunks.emplace_back(work.grouping.get(), chunk);
-    }
-  }
-  const auto all = static_cast<int64_t>(chunks.size());
-  ParallelFor(all, [&](int64_t i) {
-    const auto& [grouping, chunk] = chunks[static_cast<size_t>(i)];
-    grouping->Count(chunk);
-  });
-  for (Work& work : works) work.grouping->Place();
-  ParallelFor(all, [&](int64_t i) {
-    const auto& [grouping, chunk] = chunks[static_cast<size_t>(i)];
-    grouping->Scatter(chunk);
-  });
+  std::vector<Grouping*> batches;
+  for (Work& work : works) batches.push_back(work.grouping.get());
+  Grouping::SortAll(batches);
 }
 
 void ValidateRequest(const GradientRequest& request) {
@@ -159,7 +147,10 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
 
   std::vector<Work> works;
   works.reserve(requests.size());
-  for (const GradientRequest& request : requests) works.emplace_back(request);
+  // Several tables are sorted side by side.
+  const auto tables_at_once = std::min<size_t>(std::max<size_t>(requests.size(), 1), 1024);
+  const int threads = (NumThreads() - 1) / static_cast<int>(tables_at_once) + 1;
+  for (const GradientRequest& request : requests) works.emplace_back(request, threads);
   GroupAll(works);
   std::vector<std::pair<Work*, int64_t>> tasks;
   for (Work& work : works) {
@@ -170,7 +161,7 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
   std::vector<std::vector<SharedGradient>> of_shared_rows(tasks.size());
   ParallelFor(static_cast<int64_t>(tasks.size()), [&](int64_t task) {
     const auto& [work, partition] = tasks[static_cast<size_t>(task)];
-    const std::span<Occurrence> sorted = work->grouping->Sort(partition);
+    const std::span<const Occurrence> sorted = work->grouping->Partition(partition);
     if (sorted.empty()) return;
     Table& table = work->request->slots->table();
     if (table.watched() || table.tracks_dirty()) {
@@ -202,14 +193,14 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
   std::shared_lock guard(table.lock());
   table.RequireOpen();
   std::vector<Work> works;
-  works.emplace_back(request);
+  works.emplace_back(request, NumThreads());
   GroupAll(works);
-  Grouping& grouping = *works[0].grouping;
+  const Grouping& grouping = *works[0].grouping;
   const int64_t partitions = grouping.partitions(), dim = table.dim();
-  std::vector<std::span<Occurrence>> sorted(static_cast<size_t>(partitions));
+  std::vector<std::span<const Occurrence>> sorted(static_cast<size_t>(partitions));
   std::vector<int64_t> begins(static_cast<size_t>(partitions + 1), 0);
   ParallelFor(partitions, [&](int64_t p) {
-    auto& items = sorted[static_cast<size_t>(p)] = grouping.Sort(p);
+    auto& items = sorted[static_cast<size_t>(p)] = grouping.Partition(p);
     int64_t groups = 0;
     for (size_t i = 0; i < items.size(); ++i) groups += i == 0 || items[i].row != items[i - 1].row;
     begins[static_cast<size_t>(p + 1)] = groups;
@@ -219,7 +210,7 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
   result.keys.resize(static_cast<size_t>(begins.back()));
   result.sums.resize(static_cast<size_t>(begins.back() * dim));
   ParallelFor(partitions, [&](int64_t p) {
-    const std::span<Occurrence> items = sorted[static_cast<size_t>(p)];
+    const std::span<const Occurrence> items = sorted[static_cast<size_t>(p)];
     int64_t at = begins[static_cast<size_t>(p)];
     ActiveKernels().reduce(dim, items.data(), static_cast<int64_t>(items.size()),
                            works[0].gradients, result.sums.data() + at * dim);
@@ -228,7 +219,7 @@ ReducedGradients ReduceGradients(const GradientRequest& request) {
       result.keys[static_cast<size_t>(at++)] = request.slots->keys()[items[i].index];
     }
   });
-  for (const std::span<Occurrence>& items : sorted) {
+  for (const std::span<const Occurrence>& items : sorted) {
     for (size_t i = 0; i < items.size() && table.IsShared(static_cast<Row>(items[i].row)); ++i) {
       if (i == 0 || items[i].row != items[i - 1].row) result.shared.push_back(items[i].row);
     }

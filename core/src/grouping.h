@@ -1,15 +1,11 @@
 // Grouping sorts the occurrences of a batch by row, so that each row is updated once.
 //
-// A radix sort in two steps: occurrences are spread over partitions by the high bits of the row (in
-// chunks, on several threads), then each partition is sorted on its own. So rows are visited in the
-// order of their addresses.
+// A radix sort, from the lowest digit of the row to the highest: few digits of many bits, so that
+// there are few passes. Several threads first divide the occurrences into as many parts, by ranges
+// of rows, of about the same size; each part is then sorted on its own, so no two threads write to
+// the same cache lines. Rows are then visited in the order of their addresses.
 //
-// Frequent keys arrive early and have low rows, so low rows need narrow partitions. Widths follow
-// the steps of a floating-point number: 2^m partitions for every doubling of the row. That balances
-// uniform keys (half of them are in the last doubling) as well as keys whose frequency falls with
-// their rank.
-//
-// Thread safety: different chunks and different partitions may be handled by different threads.
+// Thread safety: different chunks, parts and partitions may be handled by different threads.
 //
 // Invariant: the result is the one stable order by row, whatever the number of threads.
 #pragma once
@@ -25,32 +21,48 @@ namespace embstore {
 
 class Grouping {
  public:
-  static constexpr int64_t kChunk = 16384;
+  // Rows are below `limit`; negative ones are skipped. `threads` share the work.
+  Grouping(const Row* rows, int64_t n, int64_t limit, int threads);
 
-  // Rows are below `limit`; negative ones are skipped.
-  Grouping(const Row* rows, int64_t n, int64_t limit);
+  // Sorts batches together, on all threads.
+  static void SortAll(std::span<Grouping* const> batches);
 
-  // Call Count for every chunk, then Place once, then Scatter for every chunk, then Sort.
-  int64_t chunks() const { return chunks_; }
-  void Count(int64_t chunk);
-  void Place();
-  void Scatter(int64_t chunk);
-
-  int64_t partitions() const { return partitions_; }
-  // The occurrences of a partition, sorted by (row, index).
-  std::span<Occurrence> Sort(int64_t partition);
+  // Once it is sorted: about equal shares of the occurrences, each with all that have its rows, in
+  // the order of (row, index).
+  int64_t partitions() const;
+  std::span<const Occurrence> Partition(int64_t partition) const;
 
  private:
-  uint32_t PartitionOf(Row row) const;
-  int LowBits(int64_t partition) const;  // in which the rows of a partition differ
+  // Count for every chunk, then Place, then Divide for every chunk, then Sort for every part. With
+  // one part, only Sort.
+  void Count(int64_t chunk);
+  void Place();
+  void Divide(int64_t chunk);
+  void Sort(int64_t part);
+
+  // Sorts what for_each(use) passes to `use`, into items_[begin..]; returns where they end.
+  template <class ForEach>
+  int64_t SortThese(const ForEach& for_each, uint32_t begin);
+  template <class Use>
+  void ForDivided(int64_t part, const Use& use) const;
+  int64_t BeginOf(int64_t partition) const;
+  // Chunk i of the batch has the occurrences [ChunkBegin(i), ChunkBegin(i + 1)).
+  int64_t ChunkBegin(int64_t chunk) const { return n_ * chunk / parts_; }
 
   const Row* rows_;
-  int64_t n_, chunks_, partitions_;
-  int steps_;  // m, or below 0: one partition
-  int row_bits_;
-  std::vector<uint32_t> cursors_;  // chunks x partitions: counts, then where to write next
-  std::vector<uint32_t> begins_;   // partitions + 1
-  RecycledBuffer items_;
+  int64_t n_;
+  int64_t parts_;     // and chunks of the batch
+  int64_t size_ = 0;  // occurrences that have a row; known once all are sorted or divided
+  int passes_, digit_bits_;
+  int range_shift_;                // rows of a range differ in so many low bits
+  std::vector<uint32_t> counts_;   // chunks x ranges
+  std::vector<uint8_t> part_of_;   // ranges
+  std::vector<uint32_t> cursors_;  // chunks x parts: where to write next
+  std::vector<uint32_t> begins_;   // parts: where they begin in items_
+  // Sorted; what other passes write; chunks by part. Each thread writes to its own stretch. Made in
+  // this order and dropped in the other, so that the next batch gets the same blocks for the same
+  // use: lines that another thread has read are slow to write.
+  RecycledBuffer items_, spare_, divided_;
 };
 
 }  // namespace embstore

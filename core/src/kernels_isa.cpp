@@ -110,13 +110,16 @@ void GatherAs(const RowsView& rows, const Row* numbers, int64_t n, const float* 
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
   const int64_t out_bytes = dim * static_cast<int64_t>(sizeof(U));
   const bool whole_lines = row_bytes % kLine == 0 && rows.stride_bytes % kLine == 0;
-  const int64_t ahead = ItemsAhead(8192, row_bytes, 4, 64);
+  const int64_t ahead = ItemsAhead(16384, row_bytes, 4, 128);
   const int64_t out_ahead = ItemsAhead(4096, out_bytes, 4, 32);
+  const auto send_for = [&](int64_t i) {
+    if (numbers[i] < 0) return;
+    const T* const row = RowAt<T>(rows, numbers[i]);
+    whole_lines ? PrefetchLines(row, row_bytes) : PrefetchBytes(row, row_bytes);
+  };
+  for (int64_t i = 0; i < ahead && i < n; ++i) send_for(i);
   for (int64_t i = 0; i < n; ++i) {
-    if (i + ahead < n && numbers[i + ahead] >= 0) {
-      const T* const row = RowAt<T>(rows, numbers[i + ahead]);
-      whole_lines ? PrefetchLines(row, row_bytes) : PrefetchBytes(row, row_bytes);
-    }
+    if (i + ahead < n) send_for(i + ahead);
     U* const target = out + i * out_stride;
     // Stores wait for their lines in order, in a store buffer that holds a dozen rows.
     if (!kStream && i + out_ahead < n) {
@@ -176,7 +179,9 @@ void Gather(const RowsView& rows, const Row* numbers, int64_t n, const float* ex
 // --- pool -------------------------------------------------------------------------------------
 
 // How many rows ahead of the sum to prefetch.
-EMBSTORE_INLINE int64_t PoolAhead(int64_t row_bytes) { return ItemsAhead(8192, row_bytes, 8, 64); }
+EMBSTORE_INLINE int64_t PoolAhead(int64_t row_bytes) {
+  return ItemsAhead(16384, row_bytes, 8, 128);
+}
 
 struct Bag {
   int64_t begin, end;

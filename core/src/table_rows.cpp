@@ -264,12 +264,11 @@ int64_t Table::Assign(std::span<const int64_t> keys, const float* values, const 
     return refused;
   }
   if (scores) ForgetVictims();  // scores may fall
-  Grouping grouping(rows, n, rows_.used());
-  ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Count(chunk); });
-  grouping.Place();
-  ParallelFor(grouping.chunks(), [&](int64_t chunk) { grouping.Scatter(chunk); });
+  Grouping grouping(rows, n, rows_.used(), NumThreads());
+  Grouping* const one = &grouping;
+  Grouping::SortAll({&one, 1});
   ParallelFor(grouping.partitions(), [&](int64_t partition) {
-    const std::span<Occurrence> sorted = grouping.Sort(partition);
+    const std::span<const Occurrence> sorted = grouping.Partition(partition);
     for (size_t j = 0; j < sorted.size(); ++j) {
       if (j + 1 < sorted.size() && sorted[j + 1].row == sorted[j].row) continue;
       const auto row = static_cast<Row>(sorted[j].row);
