@@ -413,7 +413,7 @@ class Table : public std::enable_shared_from_this<Table> {
                         const float* initial, std::vector<uint32_t>* unadmitted = nullptr);
   static constexpr int64_t kRowsPerFill = 512;
   static int64_t FillTasks(int64_t rows) { return (rows + kRowsPerFill - 1) / kRowsPerFill; }
-  void FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
+  void FillRow(Row row, int64_t key, const FetchedRow& below, const float* initial,
                float* scratch);  // scratch holds a vector
   bool counts_apart() const { return options_.evict_least_used && !counts_occurrences(); }
   uint64_t Worth(const IndexEntry& entry) const {  // the smallest is evicted first
