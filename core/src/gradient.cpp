@@ -110,7 +110,7 @@ std::vector<Table*> ValidateRequests(std::span<const GradientRequest> requests) 
 }
 
 // Fills in the rows of a list; returns how many keys were not there.
-int64_t FindForUpdate(Table& table, std::span<const int64_t> keys, const SlotList& list,
+int64_t FindForUpdate(Table& table, std::span<const int64_t> keys, SlotList& list,
                       bool renew_scores) {
   const auto n = static_cast<int64_t>(keys.size());
   int64_t missing = 0;
@@ -118,7 +118,11 @@ int64_t FindForUpdate(Table& table, std::span<const int64_t> keys, const SlotLis
     std::unique_lock guard(table.lock());
     table.RequireOpen();
     if (table.store()) table.BringUp(keys, list.rows());
-    if (renew_scores) table.FindAll(keys, list.rows(), table.NextBatchScore(n));
+    if (renew_scores) {
+      const BatchScore score = table.NextBatchScore(n);
+      table.FindAll(keys, list.rows(), score);
+      table.NoteAnnounced(list, score);
+    }
     // Counted now: another thread may erase keys later, which rewrites the list.
     missing = std::count(list.rows(), list.rows() + n, kMissingRow);
   } else {
@@ -164,9 +168,7 @@ void ApplyGradients(std::span<const GradientRequest> requests) {
     const std::span<const Occurrence> sorted = work->grouping->Partition(partition);
     if (sorted.empty()) return;
     Table& table = work->request->slots->table();
-    if (table.watched() || table.tracks_dirty()) {
-      table.BeforeUpdate(work->request->slots->keys(), sorted);
-    }
+    table.BeforeUpdate(*work->request->slots, sorted);
     thread_local std::vector<float> scratch;
     scratch.resize(std::max(scratch.size(), static_cast<size_t>(table.dim())));
     ActiveKernels().update(table.rows(), table.options().optimizer, work->request->step,

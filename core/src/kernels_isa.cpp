@@ -444,6 +444,7 @@ void LoadVector(const void* row, int64_t dim, DType dtype, float* out) {
 extern const Kernels kKernels;
 const Kernels kKernels = {EMBSTORE_NAME_OF(EMBSTORE_ISA),
                           Find,
+                          FindAnnounced,
                           Divide,
                           Gather,
                           Pool,

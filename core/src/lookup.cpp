@@ -392,6 +392,7 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
   for (size_t i = 0; i < requests.size(); ++i) {
     lists.push_back(std::make_unique<SlotList>(requests[i].table, std::ssize(requests[i].keys)));
     works.emplace_back(&requests[i], lists.back().get()).score = scores[i];
+    requests[i].table->NoteAnnounced(*lists.back(), scores[i]);  // before the lock is released
   }
   Run(works, access);
   for (size_t i = 0; i < works.size(); ++i) {

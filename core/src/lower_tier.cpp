@@ -1,6 +1,7 @@
 #include "embstore/lower_tier.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -39,6 +40,19 @@ FetchedRow FetchedRows::at(size_t number) const {
   if (!found_[number]) return {};
   return {rows_.as<std::byte>() + static_cast<int64_t>(number) * row_bytes_,
           scores_.empty() ? 0 : scores_[number]};
+}
+
+std::vector<uint32_t> FetchedRows::NumbersOf(std::span<const uint32_t> first) const {
+  std::vector<uint32_t> numbers;
+  if (keys_.empty()) return numbers;
+  numbers.reserve(first.size());
+  uint32_t number = 0;
+  for (const uint32_t position : first) {
+    while (first_[number] != position) ++number;
+    assert(number < first_.size());
+    numbers.push_back(number);
+  }
+  return numbers;
 }
 
 void LowerTier::Attach(std::shared_ptr<Store> store, int64_t capacity) {
@@ -80,7 +94,6 @@ bool LowerTier::Install(const FetchedRow& fetched, Row row, const RowHeap& rows)
   dirty_[static_cast<size_t>(row)] = fetched.data == nullptr;
   if (!fetched.data) return false;
   std::memcpy(rows.at(row), fetched.data, static_cast<size_t>(store_->row_bytes()));
-  std::atomic_ref<int64_t>(fetches_).fetch_add(1, std::memory_order_relaxed);
   return true;
 }
 

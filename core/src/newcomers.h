@@ -27,9 +27,10 @@ struct Table::Newcomers {
     uint32_t number;
   };
 
-  std::vector<uint32_t> first;   // first occurrences, ascending
-  std::vector<uint32_t> number;  // which of them missing[i] is
-  int64_t plain = 0;             // the first ones get free rows
+  std::vector<uint32_t> first;    // first occurrences, ascending
+  std::vector<uint32_t> number;   // which of them missing[i] is
+  std::vector<uint32_t> fetched;  // by number: which of the fetched rows; empty if there are none
+  int64_t plain = 0;              // the first ones get free rows
 
   // In the order in which they are placed: about that of their hashes, so that the index is read in
   // order, and threads write to different cache lines.
@@ -44,6 +45,9 @@ struct Table::Newcomers {
   int64_t size() const { return std::ssize(first); }
   const Newcomer& at(size_t number) const { return placed[place[number]]; }
   Newcomer& at(size_t number) { return placed[place[number]]; }
+  FetchedRow FetchedRowOf(uint32_t of, const FetchedRows& below) const {
+    return fetched.empty() ? FetchedRow{} : below.at(fetched[of]);
+  }
 };
 
 }  // namespace embstore

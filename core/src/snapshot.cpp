@@ -39,6 +39,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, int64_t memory_bytes, Of of)
       below_(std::make_unique<KeyList>()) {
   std::unique_lock guard(table_->lock_);
   table_->RequireOpen();
+  table_->BeginToWatch();
   saved_ = std::make_unique<SavedRows>(table_->row_bytes(), table_->row_capacity_, memory_bytes);
   if (of_ == Of::kChanges) {
     if (!table_->changes_) {

@@ -33,9 +33,10 @@ Table::Newcomers Table::Distinct(const int64_t* keys, std::span<const uint32_t> 
     fresh.number[i] = number;
     if (scores) sums[number] = scores[missing[i]];
   }
+  fresh.fetched = below.NumbersOf(fresh.first);
   if (counts_occurrences() && !scores && !below.empty()) {
     for (size_t j = 0; j < sums.size(); ++j) {
-      sums[j] = SumOfScores(sums[j], below.Find(distinct.keys()[j]).score);
+      sums[j] = SumOfScores(sums[j], fresh.FetchedRowOf(static_cast<uint32_t>(j), below).score);
     }
   }
   Order(fresh, distinct.keys(), sums);
@@ -186,18 +187,27 @@ void Table::FillRows(Newcomers& fresh, const FetchedRows& below, const float* in
   ParallelFor(FillTasks(fresh.size()), [&](int64_t task) {
     const auto end = static_cast<size_t>(std::min((task + 1) * kRowsPerFill, fresh.size()));
     float* const scratch = fresh.scratch.as<float>() + task * options_.dim;
+    int64_t fetched = 0;
     for (auto i = static_cast<size_t>(task * kRowsPerFill); i < end; ++i) {
       constexpr size_t kAhead = 8;
       if (const Row next = i + kAhead < end ? fresh.placed[i + kAhead].row : kMissingRow;
           next >= 0) {
-        const std::byte* row = rows_.at(next);
+        const std::byte* const row = rows_.at(next);
         for (int64_t byte = 0; byte < row_stride_; byte += 64) __builtin_prefetch(row + byte, 1);
+        const std::byte* const from =
+            fresh.FetchedRowOf(fresh.placed[i + kAhead].number, below).data;
+        for (int64_t byte = 0; from && byte < row_stride_; byte += 64) {
+          __builtin_prefetch(from + byte);
+        }
       }
       const Newcomers::Newcomer& own = fresh.placed[i];
       if (own.row == kMissingRow) continue;
-      FillRow(own.row, own.key, below,
+      const FetchedRow from = fresh.FetchedRowOf(own.number, below);
+      FillRow(own.row, own.key, from,
               initial ? initial + fresh.first[own.number] * options_.dim : nullptr, scratch);
+      fetched += from.data != nullptr;
     }
+    if (fetched) below_.CountFetches(fetched);
   });
 }
 
@@ -314,6 +324,7 @@ void Table::InsertBeyondBudget(Newcomers& fresh, const FetchedRows& below, const
       keys.push_back(own.key);
       scores.push_back(own.score);
     }
+    rest.fetched = below.NumbersOf(rest.first);
     Order(rest, keys, scores);
     rest.plain = rest.size();
     rest.scratch =

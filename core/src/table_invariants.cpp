@@ -4,6 +4,7 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "embstore/snapshot.h"
 #include "embstore/table.h"
 #include "invariant.h"
 
@@ -35,6 +36,20 @@ void Table::CheckInvariants() const {
   });
   if (below_.exists()) below_.CheckInvariants(*index_, rows_);
   if (queues_) CheckQueues();
+  CheckAnnounced();
+}
+
+void Table::CheckAnnounced() const {
+  if (counts_occurrences()) return;
+  index_->VisitAll([&](Slot, const IndexEntry& entry) {
+    RequireInvariant(entry.score <= std::max(highest_score_, kUnusedScore),
+                     "no score is above the highest");
+    if (entry.score <= unannounced_through_) return;
+    RequireInvariant(!snapshot_ || snapshot_->IsSettled(entry.row),
+                     "a row with a score of this time is settled in every snapshot");
+    RequireInvariant(!changes_ || changes_->IsMarked(entry.row),
+                     "a row with a score of this time is a change");
+  });
 }
 
 void Table::CheckQueues() const {

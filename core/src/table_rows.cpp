@@ -169,29 +169,9 @@ int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore sco
     AfterUse(rows, n, score);
     return missing;
   }
-  // A hit changes the score too, so its row is announced first; in pieces, whose part of the index
-  // is in the nearest caches when the scores are renewed. While a piece is searched, the marks of
-  // the one before come from memory.
-  constexpr int64_t kPiece = 256;
-  Slot slots[2][kPiece];
-  int64_t missing = 0;
-  for (int64_t begin = 0, before = -1; before < n; before = begin, begin += kPiece) {
-    if (begin < n) {
-      const int64_t m = std::min(kPiece, n - begin);
-      missing += find(view, keys.data() + begin, m, slots[begin / kPiece % 2], rows + begin,
-                      ScoreUpdate::kKeep, 0, true);
-      for (int64_t i = 0; snapshot_ && i < m; ++i) snapshot_->Prefetch(rows[begin + i]);
-    }
-    if (before < 0) continue;
-    const std::span found = std::span(slots[before / kPiece % 2])
-                                .first(static_cast<size_t>(std::min(kPiece, n - before)));
-    if (snapshot_) snapshot_->Preserve(found, rows + before);
-    for (size_t i = 0; i < found.size(); ++i) {
-      if (found[i] == kNoSlot) continue;
-      if (changes_) changes_->Mark(rows[before + static_cast<int64_t>(i)]);
-      RenewScore(view.score(found[i]), score.update, score.score, alone);
-    }
-  }
+  const int64_t missing = score.update == ScoreUpdate::kSet
+                              ? FindAnnounced(keys, rows, score)
+                              : FindAndAnnounce(keys, rows, score, alone);
   AfterUse(rows, n, score);
   return missing;
 }

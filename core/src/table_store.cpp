@@ -24,9 +24,9 @@ FetchedRows Table::Fetch(const int64_t* keys, std::span<const uint32_t> missing)
   return below_.Fetch(keys, missing, wants_scores());
 }
 
-void Table::FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
+void Table::FillRow(Row row, int64_t key, const FetchedRow& below, const float* initial,
                     float* scratch) {
-  if (!below_.Install(below.Find(key), row, rows_)) {
+  if (!below_.Install(below, row, rows_)) {
     InitRow(row, key, initial, scratch);
   } else if (options_.ttl > 0) {
     MarkDirty(row);  // the store has to learn when it was last used
@@ -109,6 +109,7 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   if (missing.empty()) return list;
   const LowerTier::ReadAhead read = below_.BeginReadAhead();
   const bool with_scores = wants_scores();
+  const int64_t inserts = stats_.inserts;
   guard.unlock();
   FetchedRows below;
   std::exception_ptr failure;
@@ -121,7 +122,9 @@ std::unique_ptr<SlotList> Table::Prefetch(std::span<const int64_t> keys) {
   // A snapshot that was taken in the meantime needs scores.
   const bool lacks_scores = snapshot_ && !below.has_scores();
   std::vector<Row> now(below.keys().size(), kMissingRow);  // training may have brought them up
-  if (index_) FindAll(below.keys(), now.data(), {ScoreUpdate::kKeep, 0});
+  if (index_ && stats_.inserts != inserts) {
+    FindAll(below.keys(), now.data(), {ScoreUpdate::kKeep, 0});
+  }
   std::vector<uint32_t> current, stale;
   for (size_t number = 0; number < now.size(); ++number) {
     const uint32_t i = below.first()[number];

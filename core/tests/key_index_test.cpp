@@ -387,6 +387,44 @@ TEST(A cleared index is empty at the same capacity and takes keys again) {
   }
 }
 
+TEST(A probe leaves scores alone that somebody has to hear of first, and lists them) {
+  KeyIndex index({.init_capacity = 16, .max_capacity = 1 << 20, .bucket_capacity = 16, .seed = 77});
+  Model model;
+  std::vector<int64_t> all = CraftedKeys(77, uint64_t{1} << 40, 300);  // some are in the overflow
+  for (int64_t key = 0; key < 3000; ++key) all.push_back(key);
+  for (const int64_t key : all) Insert(index, model, key, 1 + HashKey(key) % 100);
+  for (int64_t key = 3000; key < 3500; ++key) all.push_back(key);  // missing
+  std::vector<int64_t> keys;
+  for (int64_t i = 0; i < 2047; ++i) keys.push_back(all[HashKey(i) % all.size()]);
+  const size_t n = keys.size();
+  for (const Kernels* kernels : AvailableKernels()) {
+    for (const auto& [key, score] : model) index.set_score(index.Find(key), score);
+    std::vector<uint32_t> positions(n);
+    std::vector<Slot> slots(n);
+    std::vector<Row> rows(n);
+    PostponedHits postponed{50, positions.data(), slots.data()};
+    const int64_t missing = kernels->find_announced(
+        index.view(), keys.data(), static_cast<int64_t>(n), rows.data(), 1000, postponed);
+    std::map<uint32_t, Slot> listed;
+    for (int64_t i = 0; i < postponed.count; ++i) {
+      CHECK(
+          listed.emplace(positions[static_cast<size_t>(i)], slots[static_cast<size_t>(i)]).second);
+    }
+    int64_t absent = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const bool there = model.contains(keys[i]);
+      absent += !there;
+      CHECK_EQ(rows[i], there ? RowOf(keys[i]) : kMissingRow);
+      const bool stays = there && model.at(keys[i]) <= 50;
+      CHECK_EQ(listed.contains(static_cast<uint32_t>(i)), stays);
+      if (stays) CHECK_EQ(listed.at(static_cast<uint32_t>(i)), index.Find(keys[i]));
+      if (there) CHECK_EQ(index.score(index.Find(keys[i])), stays ? model.at(keys[i]) : 1000);
+    }
+    CHECK_EQ(missing, absent);
+    CHECK(absent > 0 && postponed.count > 0);
+  }
+}
+
 TEST(A probe renews scores as it is told, and a full count stays) {
   KeyIndex index({.init_capacity = 64, .max_capacity = 64, .bucket_capacity = 16});
   index.InsertNew({5, 10, 1});

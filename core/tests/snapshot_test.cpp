@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <thread>
@@ -9,6 +10,7 @@
 
 #include "check.h"
 #include "embstore/checksum.h"
+#include "embstore/gradient.h"
 #include "embstore/memory.h"
 #include "embstore/parallel.h"
 #include "embstore/rw_lock.h"
@@ -22,6 +24,15 @@ TableOptions GrowingTable() {
   options.index.max_load_factor = 0.75;
   options.optimizer.kind = OptimizerKind::kAdam;
   return options;
+}
+
+void Update(const Forward& forward) {
+  const std::vector<float> ones(forward.out.size(), 1.0f);
+  GradientRequest request;
+  request.slots = forward.result.slots.get();
+  request.gradients.base = const_cast<float*>(ones.data());
+  request.gradients.stride = request.slots->table().dim();
+  ApplyGradients({&request, 1});
 }
 
 TEST(Two threads read a snapshot while others train grow and erase) {
@@ -67,6 +78,73 @@ TEST(Snapshots of a table hold the moments at which they were taken) {
   table->Clear();
   for (size_t i = 0; i < snapshots.size(); ++i) {
     if (snapshots[i]) CHECK(Rest(*snapshots[i]) == before[i]);
+  }
+}
+
+TEST(An update saves the rows that were found before the snapshot) {
+  const auto table = Table::Create(GrowingTable());
+  LookUpOne(table, Range(0, 3000));
+  const Forward forward = LookUpOne(table, RandomKeys(1023, 2000, 7));
+  const std::map<int64_t, RowValues> before = AllRows(*table);
+  Snapshot snapshot(table);
+  Update(forward);
+  CHECK(AllRows(*table) != before);
+  CHECK(Rest(snapshot) == before);
+}
+
+TEST(An update is a change even if the rows were found before the last changes were taken) {
+  const auto table = Table::Create(GrowingTable());
+  LookUpOne(table, Range(0, 3000));
+  table->TrackChanges(true);
+  const std::vector<int64_t> keys = RandomKeys(1023, 2000, 7);
+  const Forward forward = LookUpOne(table, keys);
+  const std::set<int64_t> distinct(keys.begin(), keys.end());
+  for (int round = 0; round < 3; ++round) {
+    Snapshot changes(table, Snapshot::kMemoryBytes, Snapshot::Of::kChanges);
+    const std::map<int64_t, RowValues> before = AllRows(*table);
+    Update(forward);
+    for (const auto& [key, row] : Rest(changes)) {
+      CHECK(distinct.contains(key));
+      CHECK(row == before.at(key));
+    }
+    CHECK_EQ(changes.rows(), std::ssize(distinct));
+  }
+}
+
+TEST(A snapshot holds its moment whatever becomes of the scores) {
+  SetNumThreads(2);
+  constexpr uint64_t kMost = UINT64_MAX;
+  for (const ScoreStrategy strategy :
+       {ScoreStrategy::kTimestamp, ScoreStrategy::kStep, ScoreStrategy::kCustomized,
+        ScoreStrategy::kLfu, ScoreStrategy::kAgedLfu, ScoreStrategy::kImportance}) {
+    TableOptions options = GrowingTable();
+    options.score_strategy = strategy;
+    const auto table = Table::Create(options);
+    const auto set_score = [&](uint64_t score) {
+      if (strategy == ScoreStrategy::kCustomized) table->set_custom_score(score);
+      if (strategy == ScoreStrategy::kStep) table->set_step(score);
+    };
+    set_score(1);
+    LookUpOne(table, Range(0, 3000));
+    table->TrackChanges(true);
+    // The same score again, a larger one, smaller ones, and the largest of all.
+    for (const uint64_t score : {uint64_t{1}, uint64_t{9}, uint64_t{4}, kMost - 1, uint64_t{7},
+                                 kMost, kMost, uint64_t{5}}) {
+      Snapshot changes(table, Snapshot::kMemoryBytes, Snapshot::Of::kChanges);
+      changes.rows();
+      const std::map<int64_t, RowValues> before = AllRows(*table);
+      Snapshot snapshot(table);
+      std::set<int64_t> touched;
+      for (uint64_t step = 0; step < 3; ++step) {
+        set_score(score);
+        const std::vector<int64_t> keys = RandomKeys(5000, 1500, score + step);
+        touched.insert(keys.begin(), keys.end());
+        Update(LookUpOne(table, keys));
+        table->CheckInvariants();
+      }
+      CHECK(Rest(snapshot) == before);
+      CHECK_EQ(Snapshot(table, 0, Snapshot::Of::kChanges).rows(), std::ssize(touched));
+    }
   }
 }
 

@@ -227,7 +227,7 @@ TEST(A snapshot that cannot save a row fails alone) {
   CHECK_EQ(Everything(table).size(), size_t{kRows});
 }
 
-// A store that fails or forgets when it is told to.
+// A store that fails, waits or lets others run first when it is told to.
 class Unreliable final : public Store {
  public:
   explicit Unreliable(std::shared_ptr<Store> store)
@@ -238,6 +238,7 @@ class Unreliable final : public Store {
            uint8_t* found) const override {
     if (fails) throw InvalidState("get failed");
     while (waits) std::this_thread::yield();
+    if (before_get) std::exchange(before_get, nullptr)();
     store_->Get(keys, rows, scores, found);
   }
   void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
@@ -251,10 +252,31 @@ class Unreliable final : public Store {
   std::unique_ptr<StoreScanner> Scan() const override { return store_->Scan(); }
 
   std::atomic<bool> fails{false}, waits{false};
+  mutable std::function<void()> before_get;  // once
 
  private:
   std::shared_ptr<Store> store_;
 };
+
+TEST(A prefetch keeps the rows that training brings up while it reads) {
+  const auto store = std::make_shared<Unreliable>(MakeMemoryStore(RowBytes(), 0));
+  const auto table = Table::Create(CacheOver(store));
+  Fill(*table, 1000);
+  LookUpOne(table, Range(900, 1000));
+  const int64_t before = table->stats().fetches;
+  std::vector<int64_t> keys = Range(0, 40);
+  keys.insert(keys.end(), {3, 3, 999});
+  const std::vector<float> ones(20 * kDim, 1.0f);
+  const auto train = [&] { table->Assign(Range(10, 30), ones.data(), nullptr, nullptr); };
+  store->before_get = train;
+  const auto list = table->Prefetch(keys);
+  table->CheckInvariants();
+  CHECK(std::count(list->rows(), list->rows() + list->size(), kMissingRow) == 0);
+  CHECK_EQ(table->stats().fetches - before, 40);
+  for (const auto& [key, row] : ByKey(*table, Range(10, 30))) {
+    CHECK(row.value == std::vector<float>(kDim, 1.0f));
+  }
+}
 
 TEST(A store that fails or loses rows fails the snapshot and not the training) {
   const auto memory = MakeMemoryStore(RowBytes(), 0);

@@ -52,6 +52,15 @@ struct Occurrence {
   uint32_t index;
 };
 
+// Hits whose scores up to `through` were left as they are, until a snapshot or a set of changes has
+// heard of them.
+struct PostponedHits {
+  uint64_t through = 0;
+  uint32_t* positions = nullptr;  // in the batch; room for all of it
+  Slot* slots = nullptr;          // likewise
+  int64_t count = 0;
+};
+
 inline constexpr int64_t kLine = 64;  // bytes of a cache line
 
 struct Kernels {
@@ -62,6 +71,10 @@ struct Kernels {
   // renews the scores of these keys meanwhile.
   int64_t (*find)(const IndexView& index, const int64_t* keys, int64_t n, Slot* slots, Row* rows,
                   ScoreUpdate update, uint64_t score, bool alone);
+
+  // find with kSet, which does not touch scores up to postponed.through but lists their hits.
+  int64_t (*find_announced)(const IndexView& index, const int64_t* keys, int64_t n, Row* rows,
+                            uint64_t score, PostponedHits& postponed);
 
   // part[i] = which of `parts` (256 at most) equal ranges of hashes keys[i] is in.
   void (*divide)(const HashSecret& secret, const int64_t* keys, int64_t n, uint32_t parts,

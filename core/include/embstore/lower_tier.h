@@ -8,7 +8,7 @@
 // dirty.
 //
 // Thread safety: the table's lock guards it. Const methods may run together, and so may MarkDirty,
-// and Install of different rows. Fetch only reads the store and needs no lock.
+// CountFetches, and Install of different rows. Fetch only reads the store and needs no lock.
 //
 // Invariants
 //  1. A row is dirty if it is not below, or differs from what is below.
@@ -54,6 +54,9 @@ class FetchedRows {
   // numbers()[j] is the place of the j-th wanted key in keys().
   std::span<const uint32_t> numbers() const { return numbers_; }
   FetchedRow at(size_t number) const;  // of keys()[number]
+  // The places in keys() of those that come first at these positions, in ascending order, all of
+  // which are among first(). Empty if nothing was fetched.
+  std::vector<uint32_t> NumbersOf(std::span<const uint32_t> first) const;
   bool empty() const { return keys_.empty(); }
   bool has_scores() const { return keys_.empty() || !scores_.empty(); }
 
@@ -85,6 +88,10 @@ class LowerTier {
   // Copies a fetched row to its place in the table. If the key is not below, returns false and
   // marks the row dirty.
   bool Install(const FetchedRow& fetched, Row row, const RowHeap& rows);
+  // Counts rows that were installed. Not one by one: threads would wait for each other.
+  void CountFetches(int64_t rows) {
+    std::atomic_ref<int64_t>(fetches_).fetch_add(rows, std::memory_order_relaxed);
+  }
 
   bool IsDirty(Row row) const { return dirty_[static_cast<size_t>(row)] != 0; }
   void MarkDirty(Row row) {

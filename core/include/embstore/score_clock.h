@@ -27,16 +27,21 @@ constexpr bool AddsUp(ScoreUpdate update) {
   return update == ScoreUpdate::kCount || update == ScoreUpdate::kAge;
 }
 
+// Where the score stays, it writes elsewhere, because a branch on which one it is would be
+// mispredicted.
+inline void SetScoreUnless(bool stays, uint64_t& of_key, uint64_t score) {
+  uint64_t elsewhere;
+  uint64_t* target = stays ? &elsewhere : &of_key;
+  asm("" : "+r"(target));  // else compilers make it a branch again
+  std::atomic_ref<uint64_t>(*target).store(score, std::memory_order_relaxed);
+}
+
 // Threads may renew the same score together, unless they say that they are alone, which is cheaper.
 inline void RenewScore(uint64_t& of_key, ScoreUpdate update, uint64_t score, bool alone = false) {
   std::atomic_ref<uint64_t> stored(of_key);
   if (update == ScoreUpdate::kSet) {
-    // Frequent keys are read by many threads and need the write once. Other occurrences write
-    // elsewhere, because a branch on which one is the first would be mispredicted.
-    uint64_t elsewhere;
-    uint64_t* target = stored.load(std::memory_order_relaxed) == score ? &elsewhere : &of_key;
-    asm("" : "+r"(target));  // else compilers make it a branch again
-    std::atomic_ref<uint64_t>(*target).store(score, std::memory_order_relaxed);
+    // Frequent keys are read by many threads and need the write once.
+    SetScoreUnless(stored.load(std::memory_order_relaxed) == score, of_key, score);
   }
   if (update == ScoreUpdate::kAge) {
     uint64_t seen = stored.load(std::memory_order_relaxed);

@@ -21,7 +21,9 @@
 //     dropped. A missing key is looked up below before it is initialised. max_capacity is then a
 //     budget: if the pinned rows of a batch do not fit, the table grows beyond it instead of
 //     refusing keys.
-//  5. Rows below options().shared_rows are shared: they have no key and no slot, are never freed or
+//  5. Where hits set scores, a watcher has heard of every row whose score is larger than
+//     unannounced_through_.
+//  6. Rows below options().shared_rows are shared: they have no key and no slot, are never freed or
 //     evicted, and serve the keys that have no row of their own. Until a training batch uses one,
 //     it counts as absent.
 #pragma once
@@ -303,9 +305,13 @@ class Table : public std::enable_shared_from_this<Table> {
   // For callers that know no slot. The key is read only if the row has to be saved.
   void BeforeChange(const int64_t& key, Row row);
   void BeforeChange(std::span<const int64_t> keys, const Row* rows);  // skips kMissingRow
-  // Announces the rows of these occurrences, sorted by row, and marks them dirty.
-  // REQUIRES: watched() or tracks_dirty(); keys[sorted[i].index] is the key of sorted[i].row.
-  void BeforeUpdate(const int64_t* keys, std::span<const Occurrence> sorted);
+  // Announces the rows of these occurrences of the list, sorted by row, unless that was done when
+  // they were found; marks them dirty.
+  void BeforeUpdate(const SlotList& list, std::span<const Occurrence> sorted);
+  // Under this hold of the lock, the keys of the list have been found, or will be, with this score.
+  void NoteAnnounced(SlotList& list, BatchScore score) const {
+    if (score.update != ScoreUpdate::kKeep) list.watchers_ = watchers_;
+  }
   // Scores add up: a key that comes back from a store continues with its old score.
   bool counts_occurrences() const {
     return options_.score_strategy == ScoreStrategy::kLfu || ages();
@@ -384,6 +390,7 @@ class Table : public std::enable_shared_from_this<Table> {
            options_.score_strategy != ScoreStrategy::kCustomized;
   }
   void CheckQueues() const;
+  void CheckAnnounced() const;
   // A key that is new or came back, with at most its worth.
   void OfferVictim(uint64_t hash, const VictimQueues::Entry& entry, bool held = false);
   void ForgetVictims() {
@@ -406,7 +413,7 @@ class Table : public std::enable_shared_from_this<Table> {
                         const float* initial, std::vector<uint32_t>* unadmitted = nullptr);
   static constexpr int64_t kRowsPerFill = 512;
   static int64_t FillTasks(int64_t rows) { return (rows + kRowsPerFill - 1) / kRowsPerFill; }
-  void FillRow(Row row, int64_t key, const FetchedRows& below, const float* initial,
+  void FillRow(Row row, int64_t key, const FetchedRow& below, const float* initial,
                float* scratch);  // scratch holds a vector
   bool counts_apart() const { return options_.evict_least_used && !counts_occurrences(); }
   uint64_t Worth(const IndexEntry& entry) const {  // the smallest is evicted first
@@ -416,6 +423,11 @@ class Table : public std::enable_shared_from_this<Table> {
   uint32_t uses(Row row) const { return counts_apart() ? uses_[static_cast<size_t>(row)] : 0; }
   void CountUses(const Row* rows, int64_t n);
   void AfterUse(const Row* rows, int64_t n, BatchScore score);
+  // FindHere of a watched table.
+  int64_t FindAndAnnounce(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone);
+  int64_t FindAnnounced(std::span<const int64_t> keys, Row* rows, BatchScore score);
+  void AnnounceHits(std::span<const Slot> slots, const Row* rows, BatchScore score, bool alone);
+  void BeginToWatch();  // called for every watcher, before it misses anything
   bool evicts() const { return options_.score_strategy != ScoreStrategy::kNoEviction; }
   bool MayExceedBudget() const;
   void WriteBack(std::span<const Evicted> evicted);
@@ -497,7 +509,9 @@ class Table : public std::enable_shared_from_this<Table> {
   RowBlock log_;
   Snapshot* snapshot_ = nullptr;  // the newest; unlinks itself when it ends
   std::unique_ptr<ChangeSet> changes_;
-  HugeBuffer spare_marks_;  // for the next set of changes: all 0, and its pages are there
+  uint64_t watchers_ = 1;             // changes when there is a new one
+  uint64_t unannounced_through_ = 0;  // the largest score when the newest came
+  HugeBuffer spare_marks_;            // for the next set of changes: all 0, and its pages are there
   std::unique_ptr<MissSampler> miss_sampler_;
 
   PinnedRows pins_;
