@@ -52,6 +52,11 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
   const bool overlap = first * new_groups < left * old_groups;
   if (overlap) copy.assign(all + first * old_groups, all + left * old_groups);
   const IndexGroup* const source = overlap ? copy.data() : all + first * old_groups;
+  const uint64_t begin =
+      from.stripe_bits ? static_cast<uint64_t>(first) << (64 - from.stripe_bits) : 0;
+  const uint64_t last = (not_grown_ ? grown_from_ : 0) - 1;
+  std::vector<int64_t> aside;  // there may be room for them now
+  VisitAside(begin, last, [&](Slot, const IndexEntry& entry) { aside.push_back(entry.key); });
   try {
     ParallelFor(count, [&](int64_t i) {
       const IndexGroup* const stripe = source + i * old_groups;
@@ -74,13 +79,14 @@ void KeyIndex::GrowStripes(const IndexLayout& from, const IndexLayout& to, int64
     if (overlap) std::copy(copy.begin(), copy.end(), all + first * old_groups);
     throw;
   }
-  const uint64_t begin =
-      from.stripe_bits ? static_cast<uint64_t>(first) << (64 - from.stripe_bits) : 0;
-  const uint64_t end = not_grown_ ? grown_from_ : 0;  // 0: 2^64
-  VisitOverflow([&](Slot, const IndexEntry& entry) {
-    const uint64_t hash = Hash(entry.key);
-    if (hash >= begin && (end == 0 || hash < end)) CountElsewhere(all, to, hash);
-  });
+  for (const int64_t key : aside) {
+    const Slot slot = FindInOverflow(view(), key);
+    if (InsertInto(all, to, entry(slot), Hash(key))) {
+      EraseAside(slot);
+    } else {
+      CountElsewhere(all, to, Hash(key));
+    }
+  }
   PutAllAside(homeless, all, to);
   before_ = from;
   grown_ = to;

@@ -3,6 +3,7 @@
 // instruction set or have internal linkage: if builds shared a function, the linker could pick the
 // one that traps on an older machine.
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
@@ -26,6 +27,7 @@ namespace {
 #include "lanes.inc"
 #include "optimizers.inc"
 #include "probe.inc"
+#include "victims.inc"
 
 // kWrite: takes the lines from other cores, so that stores need not wait for them.
 template <bool kWrite = false>
@@ -446,6 +448,8 @@ const Kernels kKernels = {EMBSTORE_NAME_OF(EMBSTORE_ISA),
                           Find,
                           FindAnnounced,
                           Divide,
+                          Collect,
+                          Smallest,
                           Gather,
                           Pool,
                           Update,

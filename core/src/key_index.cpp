@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint32_t kWidths[] = {16, 18, 21, 24, 28};  // of stripes, in buckets; then 2 x 16
 constexpr uint32_t kStripe = kWidths[0];
+constexpr int kInsertGroups = 4;  // as a rule, one of them has a free slot
 // At a higher load the last stripes to grow would overflow.
 constexpr double kMostLoad = 0.9;
 
@@ -160,6 +161,9 @@ void KeyIndex::CheckInvariants() const {
   const auto free = std::count(overflow_places_.begin(), overflow_places_.end(), 0u);
   RequireInvariant(aside + free == std::ssize(overflow_places_), "each key aside has one place");
   RequireInvariant(aside <= free, "half of the overflow area is free");
+  int64_t chained = 0;
+  VisitAside(0, UINT64_MAX, [&](Slot, const IndexEntry&) { ++chained; });
+  RequireInvariant(aside == chained, "each key aside is in the chain of its hash");
   const auto is_free = [](uint64_t score) { return score == 0; };
   const auto check = [](Slot, const IndexEntry& entry) {
     RequireInvariant(entry.key == 0, "the key of a free slot is 0");
@@ -209,12 +213,34 @@ void KeyIndex::PrefetchHome(uint64_t hash) const {
   __builtin_prefetch(groups() + home.bucket * bucket_groups_ + home.group, 1);
 }
 
+// If the home group is full, the search for a free slot starts at its block.
 void KeyIndex::Prefetch(uint64_t hash) const {
   const Place home = HomeAt(hash);
-  // If the home group is full, the search for a free slot starts at its block.
-  const IndexGroup* const block =
-      groups() + home.bucket * bucket_groups_ + (home.group >> block_bits_ << block_bits_);
-  for (int64_t group = 0; group < 4; ++group) __builtin_prefetch(block + group, 1);
+  const IndexGroup* const first = groups() + home.bucket * bucket_groups_;
+  uint32_t to = home.group >> block_bits_ << block_bits_;
+  for (int step = 0; step < kInsertGroups; ++step) {
+    __builtin_prefetch(first + to, 1);
+    if (++to == bucket_groups_) to = 0;
+  }
+}
+
+void KeyIndex::PrefetchFree(uint64_t hash) const {
+  const Place home = HomeAt(hash);
+  const IndexGroup* const first = groups() + home.bucket * bucket_groups_;
+  const auto is_full = [](const IndexGroup& g) {
+    return (g.scores[0] != 0) & (g.scores[1] != 0) & (g.scores[2] != 0);
+  };
+  uint32_t to = home.group >> block_bits_ << block_bits_;
+  bool all_full = is_full(first[home.group]);
+  for (int step = 0; step < kInsertGroups; ++step) {
+    all_full &= is_full(first[to]);
+    if (++to == bucket_groups_) to = 0;
+  }
+  if (!all_full) return;
+  for (int step = 0; step < 2 * kInsertGroups; ++step) {
+    __builtin_prefetch(first + to, 1);
+    if (++to == bucket_groups_) to = 0;
+  }
 }
 
 void KeyIndex::PrefetchHomes(uint64_t first, uint64_t last) const {
@@ -386,6 +412,8 @@ void KeyIndex::Clear() {
   groups_.Clear();
   overflow_ = {};
   overflow_places_ = {};
+  overflow_links_ = {};
+  overflow_chains_ = {};
   size_ = 0;
 }
 

@@ -1,7 +1,9 @@
 // The overflow area of a KeyIndex: keys whose stripe has no room.
 //
 // Entries are a dense list, so that the order in which they are visited does not depend on the
-// secret; places, an open addressing table keyed by it, say where in the list a key is.
+// secret; places, an open addressing table keyed by it, say where in the list a key is. Chains hold
+// the entries of equal ranges of hashes of the index, so that the keys of a few stripes are found
+// without a look at all others.
 #include <algorithm>
 #include <bit>
 #include <string>
@@ -24,11 +26,31 @@ void KeyIndex::ReserveOverflow(int64_t entries) {
   }
   const auto wanted = std::bit_ceil(static_cast<size_t>(std::max<int64_t>(entries, 8)));
   overflow_.reserve(wanted);
+  overflow_links_.reserve(wanted);
   if (2 * entries <= std::ssize(overflow_places_)) return;
+  std::vector<uint32_t> chains(wanted, 0);
   overflow_places_ = std::vector<uint32_t>(4 * wanted, 0);
+  overflow_chains_ = std::move(chains);
   for (size_t i = 0; i < overflow_.size(); ++i) {
     overflow_places_[OverflowPlace(overflow_[i].key)] = static_cast<uint32_t>(i + 1);
+    Chain(i);
   }
+}
+
+// Makes an entry the first of its chain.
+void KeyIndex::Chain(size_t number) {
+  uint32_t& first = overflow_chains_[ChainOf(Hash(overflow_[number].key))];
+  overflow_links_[number] = {0, first};
+  if (first) overflow_links_[first - 1].before = static_cast<uint32_t>(number + 1);
+  first = static_cast<uint32_t>(number + 1);
+}
+
+// Lets the neighbours of an entry in its chain name `to` (a number + 1) and `back` instead of it.
+void KeyIndex::Rechain(size_t number, uint32_t to, uint32_t back) {
+  const auto [before, next] = overflow_links_[number];
+  (before ? overflow_links_[before - 1].next
+          : overflow_chains_[ChainOf(Hash(overflow_[number].key))]) = to;
+  if (next) overflow_links_[next - 1].before = back;
 }
 
 size_t KeyIndex::OverflowPlace(int64_t key) const {
@@ -52,7 +74,9 @@ int64_t KeyIndex::LongestOverflowSearch() const {
 void KeyIndex::PutAside(const IndexEntry& entry) {
   const size_t place = OverflowPlace(entry.key);
   overflow_.push_back({entry.key, entry.score, entry.row});
+  overflow_links_.emplace_back();
   overflow_places_[place] = static_cast<uint32_t>(overflow_.size());
+  Chain(overflow_.size() - 1);
 }
 
 // The last entry takes the number of the one that goes.
@@ -68,11 +92,16 @@ void KeyIndex::EraseAside(Slot slot) {
     hole = at;
   }
   overflow_places_[hole] = 0;
+  Rechain(number, overflow_links_[number].next, overflow_links_[number].before);
   if (number + 1 < overflow_.size()) {
-    overflow_places_[OverflowPlace(overflow_.back().key)] = static_cast<uint32_t>(number + 1);
+    const auto moved = static_cast<uint32_t>(number + 1);
+    Rechain(overflow_.size() - 1, moved, moved);
+    overflow_places_[OverflowPlace(overflow_.back().key)] = moved;
     overflow_[number] = overflow_.back();
+    overflow_links_[number] = overflow_links_.back();
   }
   overflow_.pop_back();
+  overflow_links_.pop_back();
 }
 
 }  // namespace embstore

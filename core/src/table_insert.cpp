@@ -125,7 +125,9 @@ void Table::Place(Newcomers& fresh, Eviction eviction) {
 
 bool Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end) {
   // In the order in which an eviction reads them.
-  constexpr size_t kQueueAhead = 24, kHomeAhead = 16, kVictimAhead = 8, kAhead = 8;
+  constexpr size_t kQueueAhead = 32, kHomeAhead = 24, kFillAhead = 16, kVictimAhead = 12,
+                   kAwayAhead = 6, kInsertAhead = 16, kFreeAhead = 8, kRing = 8;
+  bool is_away[kRing] = {};  // whether the victims that were peeked at last are not at home
   const auto class_at = [&](size_t i) { return ClassOf(fresh.placed[i].hash); };
   const auto evicts_at = [&](size_t i) { return i < end && fresh.placed[i].number >= fresh.plain; };
   for (size_t i = begin; i < end; ++i) fresh.fates[i] = {{}, false};  // if this throws, too
@@ -140,13 +142,24 @@ bool Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t 
         index_->PrefetchHomes(FirstOf(in_class), LastOf(in_class));
       }
     }
+    if (evicts_at(i + kFillAhead) && queues_->IsSpent(class_at(i + kFillAhead))) {
+      FillQueue(class_at(i + kFillAhead));
+    }
     if (evicts_at(i + kVictimAhead)) {
       if (const auto* next = queues_->Next(class_at(i + kVictimAhead))) {
         const Row row = index_->PeekRow(next->key);
         if (row != kMissingRow) pins_.Prefetch(row);
+        is_away[(i + kVictimAhead) % kRing] = row == kMissingRow;
       }
     }
-    if (i + kAhead < end) index_->Prefetch(fresh.placed[i + kAhead].hash);
+    if (evicts_at(i + kAwayAhead) && std::exchange(is_away[(i + kAwayAhead) % kRing], false)) {
+      if (const auto* next = queues_->Next(class_at(i + kAwayAhead))) {
+        const Slot slot = index_->Find(next->key);
+        if (slot != kNoSlot) pins_.Prefetch(index_->row(slot));
+      }
+    }
+    if (i + kInsertAhead < end) index_->Prefetch(fresh.placed[i + kInsertAhead].hash);
+    if (i + kFreeAhead < end) index_->PrefetchFree(fresh.placed[i + kFreeAhead].hash);
     Newcomers::Newcomer& own = fresh.placed[i];
     if (own.number < fresh.plain) {
       own.row = rows_.Next(own.number);

@@ -5,6 +5,7 @@
 // arrival or on where the index keeps them.
 #include <algorithm>
 #include <bit>
+#include <utility>
 #include <vector>
 
 #include "embstore/table.h"
@@ -27,30 +28,40 @@ int Table::PartBits() const {
 }
 
 void Table::FillQueue(size_t in_class) {
-  constexpr size_t kAtOnce = 256;  // more than most classes have
-  VictimQueues::Entry all[kAtOnce];
-  size_t count = 0;
-  uint64_t most = UINT64_MAX;  // what is worth more is not among the smallest
-  bool all_met = true;
+  const HashRange range{index_->secret(), FirstOf(in_class), LastOf(in_class)};
   const bool by_score = !counts_apart();
-  index_->VisitHashes(
-      FirstOf(in_class), LastOf(in_class),
-      [&](uint64_t score) { return score - 1 < (by_score ? most : UINT64_MAX); },  // not 0
-      [&](Slot, const IndexEntry& entry) {
-        const uint64_t worth = Worth(entry);
-        if (worth > most) return;
-        if (IsLeftOut(entry.score) && pins_.IsHeld(entry.row, entry.score)) {
-          all_met = false;
-          return;
-        }
-        all[count++] = {worth, entry.key};
-        if (count < kAtOnce) return;
-        constexpr size_t kKept = VictimQueues::kEntries + 1;
-        std::nth_element(all, all + kKept - 1, all + kAtOnce, VictimQueues::RanksBelow);
-        most = all[kKept - 1].worth;
-        count = kKept;
-      });
-  queues_->Fill(in_class, {all, count}, all_met);
+  VictimQueues::Candidates all;
+  bool all_met = true;
+  const auto add = [&](const IndexEntry& entry) {
+    const uint64_t worth = Worth(entry);
+    if (worth > all.most) return;
+    if (IsLeftOut(entry.score) && pins_.IsHeld(entry.row, entry.score)) {
+      all_met = false;
+    } else {
+      all.Add({worth, entry.key});
+    }
+  };
+  const auto look = [&](const IndexGroup* groups, int64_t n) {
+    constexpr int64_t kPiece = 64;
+    Row rows[kMostCandidates + VictimQueues::Candidates::kPadding];
+    for (int64_t begin = 0; begin < n; begin += kPiece) {
+      all.MakeRoom(kPiece * IndexGroup::kSlots);
+      const int64_t before = all.count;
+      all.count = ActiveKernels().collect(groups + begin, std::min(kPiece, n - begin), range,
+                                          by_score ? all.most : UINT64_MAX,
+                                          {all.keys, all.worths, rows}, before);
+      if (by_score && !below_.exists()) continue;  // scores are worths, and none is left out
+      const int64_t after = std::exchange(all.count, before);
+      for (int64_t i = before; i < after; ++i) add({all.keys[i], all.worths[i], rows[i]});
+    }
+  };
+  if (index_->VisitRuns(range.first, range.last, look)) {
+    index_->VisitAside(range.first, range.last, [&](Slot, const IndexEntry& entry) {
+      all.MakeRoom(1);
+      add(entry);
+    });
+  }
+  queues_->Fill(in_class, all, all_met);
 }
 
 Slot Table::Smallest(size_t in_class, uint64_t most) {

@@ -1,50 +1,29 @@
 #include "embstore/victim_queues.h"
 
 #include <algorithm>
-#include <bit>
 #include <cassert>
 
 namespace embstore {
 
 void VictimQueues::Forget() { std::fill(counts_.begin(), counts_.end(), kUnknown); }
 
-// Moves the smallest to the front: at least kEntries, as a rule not many more. Without branches on
-// the worths, which the processor could not predict.
-std::span<VictimQueues::Entry> VictimQueues::Smallest(std::span<Entry> all) {
-  uint64_t least = UINT64_MAX, most = 0;
-  for (const Entry& entry : all) {
-    least = std::min(least, entry.worth);
-    most = std::max(most, entry.worth);
-  }
-  constexpr int kBits = 6;
-  const int shift = std::max(static_cast<int>(std::bit_width(most - least)) - kBits, 0);
-  const auto bin_of = [&](const Entry& entry) { return (entry.worth - least) >> shift; };
-  uint32_t counts[1 << kBits] = {};
-  for (const Entry& entry : all) ++counts[bin_of(entry)];
-  size_t last = 0;
-  for (uint32_t count = counts[0]; count < kEntries;) count += counts[++last];
-  size_t n = 0;
-  for (size_t i = 0; i < all.size(); ++i) {
-    const Entry entry = all[i];
-    all[n] = entry;
-    n += bin_of(entry) <= last;
-  }
-  return all.first(n);
+void VictimQueues::Candidates::MakeRoom(int64_t more) {
+  if (count + more <= kMostCandidates) return;
+  constexpr int64_t kKept = kEntries + 1;  // one more than a queue has: so it is not complete
+  ActiveKernels().smallest(worths, keys, count, kKept);
+  most = worths[kKept - 1];
+  count = kKept;
 }
 
-void VictimQueues::Fill(size_t in_class, std::span<Entry> all, bool none_left_out) {
-  const size_t kept = std::min(all.size(), size_t{kEntries});
-  const bool complete = none_left_out && kept == all.size();
-  if (kept < all.size()) all = Smallest(all);
-  constexpr size_t kWorthSelecting = 2 * kEntries;
-  if (all.size() > kWorthSelecting) {
-    std::nth_element(all.begin(), all.begin() + kEntries, all.end(), RanksBelow);
-    all = all.first(kept);
-  }
-  std::sort(all.begin(), all.end(), RanksBelow);
+void VictimQueues::Fill(size_t in_class, Candidates& all, bool none_left_out) {
+  const int64_t kept = std::min<int64_t>(all.count, kEntries);
+  const bool complete = none_left_out && kept == all.count;
+  ActiveKernels().smallest(all.worths, all.keys, all.count, kept);
   Queue& queue = this->queue(in_class);
-  std::reverse_copy(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(kept), queue.entries);
-  queue.bound = complete ? kNoBound : kept ? RankOf(all[kept - 1]) : Rank{};
+  for (int64_t i = 0; i < kept; ++i) {
+    queue.entries[kept - 1 - i] = {all.worths[i], all.keys[i]};
+  }
+  queue.bound = complete ? kNoBound : kept ? RankOf(queue.entries[0]) : Rank{};
   counts_[in_class] = static_cast<uint8_t>(kept);
   SetHeld(in_class, 0);
 }

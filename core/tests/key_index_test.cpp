@@ -223,6 +223,20 @@ TEST(Crafted keys stay while the index grows) {
   CheckHolds(index, model);
 }
 
+TEST(Keys leave the overflow area when their stripe grows) {
+  KeyIndex index({.init_capacity = 4096, .max_capacity = 1 << 20, .seed = 9});
+  Model model;
+  int64_t most_aside = 0;
+  for (int64_t key : RandomKeys(60000, 8)) {  // the first ones crowd one of two stripes
+    if (index.size() < 3000 && index.Hash(key) >> 63 == 0) continue;
+    Insert(index, model, key, 6);
+    most_aside = std::max(most_aside, index.overflow_size());
+  }
+  CHECK(most_aside > 500);
+  CHECK(index.overflow_size() < 10);
+  CheckHolds(index, model);
+}
+
 TEST(Growth keeps every key and follows the number of keys in small steps) {
   for (int64_t bucket : {16, 48, 128}) {
     KeyIndex index({.init_capacity = 1, .max_capacity = 1 << 20, .bucket_capacity = bucket});

@@ -12,6 +12,8 @@
 
 #include "check.h"
 #include "embstore/hash.h"
+#include "embstore/index_view.h"
+#include "embstore/kernels.h"
 #include "embstore/parallel.h"
 #include "embstore/victim_queues.h"
 #include "table_oracle.h"
@@ -22,19 +24,105 @@ namespace {
 using Entry = VictimQueues::Entry;
 using Rank = VictimQueues::Rank;
 
+TEST(Every instruction set finds the smallest keys and puts them in order) {
+  std::mt19937_64 random(5);
+  const auto worth = [&](int kind) -> uint64_t {
+    switch (kind) {
+      case 0:
+        return 7;
+      case 1:
+        return random() % 3 == 0 ? UINT64_MAX : random() % 3;
+      case 2:
+        return random();
+      case 3:
+        return uint64_t{1} << random() % 64;
+      default:
+        return 1000000 + random() % 100 + (random() % 50 == 0 ? random() : 0);
+    }
+  };
+  for (const Kernels* kernels : AvailableKernels()) {
+    for (const int64_t n : {0, 1, 7, 30, 31, 38, 39, 40, 97, 509, 512}) {
+      for (int kind = 0; kind < 5; ++kind) {
+        VictimQueues::Candidates all;
+        std::vector<Rank> expected;
+        for (int64_t key = 0; key < n; ++key) {
+          all.Add({worth(kind), key - 3});
+          expected.push_back(VictimQueues::RankOf({all.worths[key], all.keys[key]}));
+        }
+        std::sort(expected.begin(), expected.end());
+        const int64_t wanted = std::min<int64_t>(n, kMostSmallest - static_cast<int64_t>(kind));
+        kernels->smallest(all.worths, all.keys, n, wanted);
+        for (int64_t i = 0; i < wanted; ++i) {
+          CHECK(VictimQueues::RankOf({all.worths[i], all.keys[i]}) ==
+                expected[static_cast<size_t>(i)]);
+        }
+      }
+    }
+  }
+}
+
+TEST(Every instruction set collects the keys of a range up to a score) {
+  std::mt19937_64 random(6);
+  const HashSecret secret = SecretOf(9);
+  for (const Kernels* kernels : AvailableKernels()) {
+    for (const int64_t n : {0, 1, 7, 31, 32, 33, 97}) {
+      std::vector<IndexGroup> groups(static_cast<size_t>(n));
+      for (IndexGroup& group : groups) {
+        for (int at = 0; at < IndexGroup::kSlots; ++at) {
+          group.scores[at] = random() % 4 == 0 ? UINT64_MAX : random() % 4;
+          group.keys[at] = group.scores[at] ? static_cast<int64_t>(random() % 1000) - 500 : 0;
+          group.rows[at] = static_cast<Row>(random() % 1000);
+        }
+      }
+      const uint64_t hash = random();
+      const HashRange ranges[] = {{secret, 0, UINT64_MAX}, {secret, hash / 2, hash / 2 + hash / 4}};
+      for (const HashRange& range : ranges) {
+        for (const uint64_t most : {uint64_t{1}, uint64_t{2}, UINT64_MAX}) {
+          constexpr int64_t kBefore = 5;
+          std::vector<int64_t> keys(static_cast<size_t>(3 * n + kBefore + 8), -1), expected_keys;
+          std::vector<uint64_t> scores(keys.size()), expected_scores;
+          std::vector<Row> rows(keys.size()), expected_rows;
+          for (const IndexGroup& group : groups) {
+            for (int at = 0; at < IndexGroup::kSlots; ++at) {
+              const uint64_t own = KeyedHash(group.keys[at], secret);
+              if (own < range.first || own > range.last) continue;
+              if (group.scores[at] == 0 || group.scores[at] > most) continue;
+              expected_keys.push_back(group.keys[at]);
+              expected_scores.push_back(group.scores[at]);
+              expected_rows.push_back(group.rows[at]);
+            }
+          }
+          const int64_t count = kernels->collect(
+              groups.data(), n, range, most, {keys.data(), scores.data(), rows.data()}, kBefore);
+          CHECK_EQ(count, kBefore + std::ssize(expected_keys));
+          CHECK(
+              std::all_of(keys.begin(), keys.begin() + kBefore, [](int64_t k) { return k == -1; }));
+          CHECK(std::equal(expected_keys.begin(), expected_keys.end(), keys.begin() + kBefore));
+          CHECK(
+              std::equal(expected_scores.begin(), expected_scores.end(), scores.begin() + kBefore));
+          CHECK(std::equal(expected_rows.begin(), expected_rows.end(), rows.begin() + kBefore));
+        }
+      }
+    }
+  }
+}
+
 TEST(A queue holds the smallest keys of its class and nothing else) {
   for (const int64_t known : {0, 1, 7, 29, 30, 31, 59, 60, 61, 97, 1023}) {
     std::mt19937_64 random(static_cast<uint64_t>(known));
     VictimQueues queues(2);
     CHECK(!queues.IsKnown(3));
     std::map<Rank, Entry> all;
-    std::vector<Entry> candidates;
+    VictimQueues::Candidates candidates;
     const auto next = [&](int64_t key) {
       const Entry entry{random() % 5 == 0 ? UINT64_MAX : 1 + random() % 9, key};
       all[VictimQueues::RankOf(entry)] = entry;
       return entry;
     };
-    for (int64_t key = 0; key < known; ++key) candidates.push_back(next(key));
+    for (int64_t key = 0; key < known; ++key) {
+      candidates.MakeRoom(1);
+      candidates.Add(next(key));
+    }
     queues.Fill(3, candidates);
     CHECK_EQ(queues.IsComplete(3), known <= VictimQueues::kEntries);
     for (int64_t key = known; key < known + 200; ++key) {
@@ -68,9 +156,9 @@ TEST(A call that has seen keys that it must not evict is offered the smallest of
     std::mt19937_64 random(static_cast<uint64_t>(known));
     VictimQueues queues(0);
     std::set<int64_t> held;
-    std::vector<Entry> candidates;
+    VictimQueues::Candidates candidates;
     for (int64_t key = 0; key < known; ++key) {
-      candidates.push_back({1 + random() % 3, key});
+      candidates.Add({1 + random() % 3, key});
       if (random() % 2) held.insert(key);
     }
     queues.Fill(0, candidates);

@@ -40,6 +40,12 @@ inline uint64_t KeyedHash(int64_t key, const HashSecret& secret) {
   return h;
 }
 
+// The keys with a keyed hash from `first` to `last`.
+struct HashRange {
+  HashSecret secret;
+  uint64_t first, last;
+};
+
 // A secret that differs from process to process, for tables whose order is never visible outside.
 const HashSecret& ProcessSecret();
 

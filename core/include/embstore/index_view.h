@@ -22,6 +22,13 @@ struct alignas(64) IndexGroup {
 };
 static_assert(sizeof(IndexGroup) == 64);
 
+// Entries of the index, column by column.
+struct EntryColumns {
+  int64_t* keys;
+  uint64_t* scores;
+  Row* rows;
+};
+
 // 2^stripe_bits stripes of equal width. The leading bits of the hash choose the stripe.
 struct IndexLayout {
   uint64_t buckets = 1;  // of all stripes

@@ -20,7 +20,10 @@
 namespace embstore {
 
 struct HashSecret;                 // hash.h
+struct HashRange;                  // hash.h
 struct IndexView;                  // index_view.h
+struct IndexGroup;                 // index_view.h
+struct EntryColumns;               // index_view.h
 enum class ScoreUpdate : uint8_t;  // score_clock.h
 
 // Rows in memory: row s starts at base + s * stride_bytes, its state (float32) state_offset_bytes
@@ -63,6 +66,8 @@ struct PostponedHits {
 
 inline constexpr int64_t kLine = 64;  // bytes of a cache line
 
+inline constexpr int64_t kMostCandidates = 512, kMostSmallest = 32;  // of Kernels::smallest
+
 struct Kernels {
   const char* name;  // "avx512", "avx2" or "plain"
 
@@ -79,6 +84,16 @@ struct Kernels {
   // part[i] = which of `parts` (256 at most) equal ranges of hashes keys[i] is in.
   void (*divide)(const HashSecret& secret, const int64_t* keys, int64_t n, uint32_t parts,
                  uint8_t* part);
+
+  // Appends to `out`, which has `count` entries, those of n groups whose keys are in the range and
+  // whose score is from 1 to `most`. Returns how many it has then; up to seven more are written.
+  int64_t (*collect)(const IndexGroup* groups, int64_t n, const HashRange& range, uint64_t most,
+                     const EntryColumns& out, int64_t count);
+
+  // Moves the smallest of n different keys to the front, by worth and then by HashKey, ascending.
+  // Others may be lost, and up to seven more worths are written.
+  // REQUIRES: wanted <= n <= kMostCandidates, wanted <= kMostSmallest.
+  void (*smallest)(uint64_t* worths, int64_t* keys, int64_t n, int64_t wanted);
 
   // out row i = row numbers[i] (converted), zeros for kMissingRow, extra[j] for ExtraRow(j).
   // around_caches: for outputs that will not be in the caches anyway when they are read.

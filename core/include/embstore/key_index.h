@@ -35,6 +35,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <span>
 #include <utility>
@@ -76,7 +77,8 @@ class KeyIndex {
   static size_t FullBytes(const KeyIndexOptions& options);
   size_t bytes() const {
     return groups_.size() + overflow_.capacity() * sizeof(OverflowEntry) +
-           overflow_places_.size() * sizeof(uint32_t);
+           overflow_links_.capacity() * sizeof(OverflowLink) +
+           (overflow_places_.size() + overflow_chains_.size()) * sizeof(uint32_t);
   }
   static bool IsAside(Slot slot) { return slot >= kFirstOverflowSlot; }  // in the overflow area
   int64_t overflow_size() const { return std::ssize(overflow_); }
@@ -109,9 +111,11 @@ class KeyIndex {
   Slot Find(int64_t key) const { return Find(key, Hash(key)); }
   Slot Find(int64_t key, uint64_t hash) const;
 
-  // Prefetch what Find reads first; what Insert does; what VisitHashes does.
+  // Prefetch what Find reads first; what Insert does, and then what it reads if there is no free
+  // slot; what VisitRuns does.
   void PrefetchHome(uint64_t hash) const;
   void Prefetch(uint64_t hash) const;
+  void PrefetchFree(uint64_t hash) const;
   void PrefetchHomes(uint64_t first, uint64_t last) const;
   // The row of a key that is in its home group. Else prefetches where it may be, and kMissingRow.
   Row PeekRow(int64_t key) const;
@@ -158,6 +162,13 @@ class KeyIndex {
   }
   template <typename Visit>
   void VisitOverflow(const Visit& visit) const;
+  // The same for keys with a hash from `first` to `last`.
+  template <typename Visit>
+  void VisitAside(uint64_t first, uint64_t last, const Visit& visit) const;
+  // Calls look(groups, n) for runs of groups, none twice, that hold the keys with a hash from
+  // `first` to `last`, and others. Returns whether some may be in the overflow area instead.
+  template <typename Look>
+  bool VisitRuns(uint64_t first, uint64_t last, const Look& look) const;
   // Calls visit(slot, entry) for the keys with a hash from `first` to `last` whose score is
   // wanted(score), wherever they lie. wanted(0) is false.
   template <typename Wanted, typename Visit>
@@ -224,6 +235,12 @@ class KeyIndex {
     return KeyedHash(key, overflow_secret_) & (overflow_places_.size() - 1);
   }
   size_t OverflowPlace(int64_t key) const;  // of the key, or the free one where it would be
+  size_t ChainOf(uint64_t hash) const {     // chains are in the order of hashes
+    const int bits = std::countr_zero(overflow_chains_.size());
+    return bits ? hash >> (64 - bits) : 0;
+  }
+  void Chain(size_t number);
+  void Rechain(size_t number, uint32_t to, uint32_t back);
   void EraseAside(Slot slot);
 
   int64_t bucket_capacity_, max_capacity_;
@@ -239,6 +256,11 @@ class KeyIndex {
   mutable std::vector<OverflowEntry> overflow_;
   std::vector<uint32_t>
       overflow_places_;  // number + 1, 0 is free; a power of two, half full at most
+  struct OverflowLink {
+    uint32_t before = 0, next = 0;  // number + 1, 0: none
+  };
+  std::vector<OverflowLink> overflow_links_;  // of each entry
+  std::vector<uint32_t> overflow_chains_;     // the first + 1, 0: none; a power of two, or empty
 };
 
 template <typename Wanted, typename Visit>
@@ -264,53 +286,69 @@ void KeyIndex::VisitOverflow(const Visit& visit) const {
   }
 }
 
+template <typename Visit>
+void KeyIndex::VisitAside(uint64_t first, uint64_t last, const Visit& visit) const {
+  if (overflow_.empty()) return;
+  for (size_t chain = ChainOf(first); chain <= ChainOf(last); ++chain) {
+    for (uint32_t at = overflow_chains_[chain]; at; at = overflow_links_[at - 1].next) {
+      const OverflowEntry& e = overflow_[at - 1];
+      if (const uint64_t hash = Hash(e.key); hash < first || hash > last) continue;
+      visit(kFirstOverflowSlot + static_cast<Slot>(at - 1), IndexEntry{e.key, e.score, e.row});
+    }
+  }
+}
+
+template <typename Look>
+bool KeyIndex::VisitRuns(uint64_t first, uint64_t last, const Look& look) const {
+  if (first < grown_from_ && last >= grown_from_) {  // two layouts
+    const bool aside = VisitRuns(first, grown_from_ - 1, look);
+    return VisitRuns(grown_from_, last, look) || aside;
+  }
+  // The home groups of these hashes, which name the blocks where the rest of their keys are.
+  const Place from = HomeAt(first), to = HomeAt(last);
+  const int64_t begin = from.bucket * bucket_groups_ + from.group;
+  const int64_t end = to.bucket * bucket_groups_ + to.group + 1;
+  const auto away_from = [&](int64_t group, int64_t until) {
+    uint32_t away = 0;
+    for (; group < until; ++group) away |= groups()[group].away;
+    return away;
+  };
+  if (away_from(begin, end) >= IndexGroup::kElsewhere) {  // anywhere in their stripes, or aside
+    const int64_t start = StripeAt(first).begin / IndexGroup::kSlots;
+    look(groups() + start, StripeAt(last).end / IndexGroup::kSlots - start);
+    return true;
+  }
+  look(groups() + begin, end - begin);
+  // Only the first and the last bucket have blocks beyond these groups.
+  for (int64_t bucket = from.bucket;; bucket = to.bucket) {
+    const int64_t base = bucket * bucket_groups_, after = base + bucket_groups_;
+    for (uint32_t blocks = away_from(std::max(begin, base), std::min(end, after)); blocks;
+         blocks &= blocks - 1) {
+      const int64_t block = base + (int64_t{std::countr_zero(blocks)} << block_bits_);
+      const int64_t until = std::min(block + (int64_t{1} << block_bits_), after);
+      if (block < begin) look(groups() + block, std::min(until, begin) - block);
+      if (until > end) look(groups() + std::max(block, end), until - std::max(block, end));
+    }
+    if (bucket == to.bucket) break;
+  }
+  return false;
+}
+
 template <typename Wanted, typename Visit>
 void KeyIndex::VisitHashes(uint64_t first, uint64_t last, const Wanted& wanted,
                            const Visit& visit) const {
-  if (first < grown_from_ && last >= grown_from_) {  // two layouts
-    VisitHashes(first, grown_from_ - 1, wanted, visit);
-    VisitHashes(grown_from_, last, wanted, visit);
-    return;
-  }
-  const auto filter = [&](Slot slot, const IndexEntry& entry, bool at_home) {
+  const auto filter = [&](Slot slot, const IndexEntry& entry) {
     const uint64_t hash = Hash(entry.key);
-    if (hash < first || hash > last) return;
-    const bool is_home = slot < kFirstOverflowSlot &&
-                         slot / IndexGroup::kSlots / bucket_groups_ == HomeAt(hash).bucket;
-    if (is_home == at_home) visit(slot, entry);
+    if (hash >= first && hash <= last) visit(slot, entry);
   };
-  const auto here = [&](Slot slot, const IndexEntry& entry) { filter(slot, entry, true); };
-  const auto elsewhere = [&](Slot slot, const IndexEntry& entry) { filter(slot, entry, false); };
-  const Place from = HomeAt(first), to = HomeAt(last);
-  bool all_here = true;
-  for (int64_t bucket = from.bucket; bucket <= to.bucket; ++bucket) {
-    const int64_t base = bucket * bucket_groups_;
-    // The home groups of these hashes, and the blocks where the rest of their keys are.
-    const uint32_t begin = bucket == from.bucket ? from.group : 0;
-    const uint32_t end = bucket == to.bucket ? to.group + 1 : bucket_groups_;
-    const auto look = [&](uint32_t group, uint32_t until) {
-      VisitScores(static_cast<Slot>((base + group) * IndexGroup::kSlots),
-                  static_cast<Slot>((base + until) * IndexGroup::kSlots), wanted, here);
-    };
-    look(begin, end);
-    uint32_t away = 0;
-    for (uint32_t group = begin; group < end; ++group) {
-      const uint32_t own = groups()[base + group].away;
-      away |= own;
-      all_here &= own < IndexGroup::kElsewhere;
-    }
-    for (uint32_t block = 0; block < IndexGroup::kBlocks; ++block) {
-      if (!(away >> block & 1)) continue;
-      const uint32_t own = block << block_bits_, after = (block + 1) << block_bits_;
-      look(own, std::min(after, std::clamp(begin, own, after)));
-      look(std::clamp(end, own, after), std::clamp(bucket_groups_, own, after));
-    }
-  }
-  if (all_here) return;
-  // Anywhere in their stripes, or aside.
-  VisitScores(StripeAt(first).begin, StripeAt(last).end, wanted, elsewhere);
-  VisitOverflow([&](Slot slot, const IndexEntry& entry) {
-    if (wanted(entry.score)) elsewhere(slot, entry);
+  const bool aside = VisitRuns(first, last, [&](const IndexGroup* run, int64_t n) {
+    const int64_t group = run - groups();
+    VisitScores(static_cast<Slot>(group * IndexGroup::kSlots),
+                static_cast<Slot>((group + n) * IndexGroup::kSlots), wanted, filter);
+  });
+  if (!aside) return;
+  VisitAside(first, last, [&](Slot slot, const IndexEntry& entry) {
+    if (wanted(entry.score)) visit(slot, entry);
   });
 }
 
@@ -328,9 +366,7 @@ void KeyIndex::Advance(Walk& walk, int64_t room, const Wanted& wanted, const Vis
   if (walk.ended) return;
   const Stripe stripe = StripeAt(walk.next);
   VisitUsed(stripe.begin, stripe.end, collect);
-  VisitOverflow([&](Slot slot, const IndexEntry& entry) {
-    if (Hash(entry.key) <= stripe.last) collect(slot, entry);
-  });
+  VisitAside(walk.next, stripe.last, collect);
   const auto by_hash = [](const Met& a, const Met& b) { return a.hash < b.hash; };
   if (std::ssize(met) > room) {
     const auto rest = met.begin() + room;

@@ -24,11 +24,13 @@
 #pragma once
 
 #include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "embstore/hash.h"
+#include "embstore/kernels.h"
 #include "embstore/memory.h"
 
 namespace embstore {
@@ -45,9 +47,22 @@ class VictimQueues {
     auto operator<=>(const Rank&) const = default;
   };
   static Rank RankOf(const Entry& entry) { return {entry.worth, HashKey(entry.key)}; }
-  static bool RanksBelow(const Entry& a, const Entry& b) {
-    return a.worth != b.worth ? a.worth < b.worth : HashKey(a.key) < HashKey(b.key);
-  }
+
+  // Keys that a queue may be made of, in any order.
+  struct Candidates {
+    static constexpr int64_t kPadding = 8;  // beyond the last, for the kernels
+    uint64_t worths[kMostCandidates + kPadding];
+    int64_t keys[kMostCandidates + kPadding];
+    int64_t count = 0;
+    uint64_t most = UINT64_MAX;  // keys that are worth more are not wanted any more
+
+    // Makes room for so many more: drops keys that no queue would have.
+    void MakeRoom(int64_t more);
+    void Add(const Entry& entry) {
+      worths[count] = entry.worth;
+      keys[count++] = entry.key;
+    }
+  };
 
   explicit VictimQueues(int class_bits)
       : class_bits_(class_bits),
@@ -66,9 +81,9 @@ class VictimQueues {
   // A new call, which has seen no entries yet.
   void BeginCall() { ++call_; }
 
-  // Makes the queue of the smallest of these, which are all keys of the class but those that the
-  // owner leaves out; reorders them.
-  void Fill(size_t in_class, std::span<Entry> all, bool none_left_out = true);
+  // Makes the queue of the smallest of these, which are all wanted keys of the class but those that
+  // the owner leaves out; reorders them.
+  void Fill(size_t in_class, Candidates& all, bool none_left_out = true);
 
   // REQUIRES of the rest: IsKnown(in_class).
   // The entries, the largest first.
@@ -90,11 +105,21 @@ class VictimQueues {
   // The last entry before these is such a one too.
   void HoldNext(size_t in_class) { SetHeld(in_class, held(in_class) + 1); }
 
-  // First the queue, then what it names.
+  // The next victim is not known without a fill.
+  bool IsSpent(size_t in_class) const {
+    return !IsKnown(in_class) || (counts_[in_class] == 0 && !IsComplete(in_class));
+  }
+
+  // First the queue, then what it names; all of it if it has to be filled.
   void Prefetch(size_t in_class) const {
     const Queue& own = queue(in_class);
     __builtin_prefetch(&own, 1);
-    if (const Entry* const next = Next(in_class)) __builtin_prefetch(next, 1);
+    if (const Entry* const next = Next(in_class)) {
+      __builtin_prefetch(next, 1);
+      return;
+    }
+    const auto* const line = reinterpret_cast<const std::byte*>(&own);
+    for (size_t at = 64; at < sizeof(Queue); at += 64) __builtin_prefetch(line + at, 1);
   }
   // The key that goes next unless its worth has risen, or null.
   const Entry* Next(size_t in_class) const {
@@ -110,7 +135,6 @@ class VictimQueues {
     Rank bound;
     Entry entries[kEntries];
   };
-  static std::span<Entry> Smallest(std::span<Entry> all);
   struct Held {
     uint32_t call = 0;
     int32_t entries = 0;
