@@ -60,13 +60,14 @@ def swap_rows(
 ) -> Callable[[], None]:
     """Sends the slices sent[r] of `rows` to rank r, and puts what rank r sends into the slices received[r] of
     `out`. What is for this rank is copied. Both tensors are contiguous. Returns the function that waits."""
-    for to, of in zip(received[ranks.rank], sent[ranks.rank], strict=True):
-        out[to] = rows[of]
-    return ranks.exchange_blocks(
+    wait = ranks.exchange_blocks(
         [[as_bytes(out[part]) for part in parts] for parts in received],
         [[as_bytes(rows[part]) for part in parts] for parts in sent],
         what,
     )
+    for to, of in zip(received[ranks.rank], sent[ranks.rank], strict=True):
+        out[to] = rows[of]
+    return wait
 
 
 def rows_in_turn(sizes: Sequence[int], begin: int = 0) -> list[slice]:
