@@ -99,7 +99,8 @@ def check(machine: Machine, short: bool, clock: bool, folder: Path) -> int:
             )
             for load in chosen.values()
         ]
-        for (name, load), observed in zip(chosen.items(), run(ranks, orders), strict=True):
+        for (name, load), order in zip(chosen.items(), orders, strict=True):
+            [observed] = run(ranks, [order])  # processes of its own: dumps leave buffers for the next dump
             step = plan(load, hosts, machine).step_seconds
             once = replace(load, append_every_seconds=step)  # an increment has the rows of one step
             for what, predicted, seen in compared(plan(once, hosts, machine), load, observed, machine):

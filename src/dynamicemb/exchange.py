@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from dynamicemb.wire import Wire
 from embstore.arrays import empty_tensor
+from embstore.distributed.cells import Cells
 from embstore.distributed.columns import Columns
-from embstore.distributed.exchange import Layout, swap
+from embstore.distributed.exchange import Layout, rows_in_turn, swap_rows
 from embstore.distributed.ranks import TorchRanks
 from embstore.distributed.routing import sum_rows
 from embstore.nn.batch import Access, Batch
@@ -201,14 +202,42 @@ class AnswersOfOwners(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        n, ranks = ctx.index.numel(), ctx.sent.ranks
+        ranks = ctx.sent.ranks
+        asked, owned = rows_in_turn(ctx.asked), rows_in_turn(ctx.owned)
+        received, sent = ([[part] for part in parts] for parts in (owned, asked))
         if ctx.repeated:
-            sums = ctx.wire.gradient(sum_rows(gradient, ctx.index, sum(ctx.asked)))
+            rows = ctx.wire.gradient(sum_rows(gradient, ctx.index, sum(ctx.asked)))
+            arrived = empty_tensor((sum(ctx.owned), rows.shape[1]), rows.dtype)
         else:
-            gradient = ctx.wire.gradient(gradient)
+            gradient = ctx.wire.gradient(gradient).contiguous()
+            n, dim = gradient.shape
             order = torch.empty_like(ctx.index)
             order[ctx.index] = torch.arange(n)
-            sums = empty_tensor((n, gradient.shape[1]), gradient.dtype)
-            torch.index_select(gradient.contiguous(), 0, order, out=sums)
-        _update(ctx.sent.batch, swap(sums, ctx.asked, ctx.owned, ranks, STEP), ranks)
+            rows, arrived = (empty_tensor((k, dim), gradient.dtype) for k in (n, sum(ctx.owned)))
+            for r, part in enumerate(asked):  # what stays here goes to its place at once
+                to = arrived[owned[r]] if r == ranks.rank else rows[part]
+                torch.index_select(gradient, 0, order[part], out=to)
+            received[ranks.rank], sent[ranks.rank] = [], []
+        swap_rows(arrived, received, rows, sent, ranks, STEP)()
+        _update(ctx.sent.batch, arrived, ranks)
         return (None,) * 8
+
+
+class CellsOfOwners(torch.autograd.Function):
+    """Single vectors where owners have whole cells: they arrive where the batch asked for them.
+
+    (n, dim): the vectors of the own batch, cell by cell
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor | None, sent: Sent, dim: int, cells: Cells, wire: Wire) -> Any:
+        ctx.sent, ctx.cells, ctx.wire = sent, cells, wire
+        return sent.blocks()[sent.layout.own :].view(-1, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ranks = ctx.sent.ranks
+        arrived = ctx.cells.give_back(ctx.wire.gradient(gradient), ranks, STEP)
+        _update(ctx.sent.batch, arrived, ranks)
+        return (None,) * 5

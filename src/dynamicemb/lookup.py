@@ -16,13 +16,22 @@ from torchrec.distributed.embedding_types import BaseEmbeddingLookup
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
-from dynamicemb.exchange import AnswersOfOwners, BagGradients, ColumnsOfOwners, Pending, Sent, SumOfOwners
+from dynamicemb.exchange import (
+    AnswersOfOwners,
+    BagGradients,
+    CellsOfOwners,
+    ColumnsOfOwners,
+    Pending,
+    Sent,
+    SumOfOwners,
+)
 from dynamicemb.external_storage import StorageStore
 from dynamicemb.optimizers import DynamicEmbeddingFusedOptimizer
 from dynamicemb.routing import Cell, OwnedKeys, Step
 from dynamicemb.tables import DynamicTable
 from dynamicemb.wire import Wire
 from embstore.arrays import empty_tensor
+from embstore.distributed.cells import CellLayout
 from embstore.distributed.columns import Columns
 from embstore.distributed.exchange import Layout
 from embstore.distributed.ranks import Ranks, TorchRanks
@@ -291,30 +300,36 @@ class KeyLookup(Lookup):
     def forward(self, sparse_features: OwnedKeys) -> torch.Tensor | Pending:
         batch = sparse_features
         assert batch.runs is not None
-        dim, alone = self._dim, batch.index is None
-        own, shifts = batch.keys.numel(), None
+        dim, cells = self._dim, batch.cells
+        alone = batch.index is None and cells is None
+        own, owned, asked = batch.keys.numel(), batch.owned, batch.asked
         layout = Layout([0], [0], own * dim, 0)
-        if not alone:
-            rank = self._ranks.rank
-            sent, received = ([(n + 1) * dim for n in counts] for counts in (batch.owned, batch.asked))
-            own = batch.asked[rank]
-            layout = Layout(sent, received, own * dim, rank)
-            befores = accumulate(batch.owned, initial=0)
+        if cells is not None:
+            owned = [sum(sizes) for sizes in cells.counts]
+            asked = [0] * self._world  # vectors of other owners arrive in the own block
+            layout = CellLayout(cells, dim)
+        elif not alone:
+            sent, received = ([(n + 1) * dim for n in counts] for counts in (owned, asked))
+            layout = Layout(sent, received, asked[self._ranks.rank] * dim, self._ranks.rank)
+        positions = batch.runs * dim
+        if not alone:  # runs lie by cell and sender
+            befores = accumulate(owned, initial=0)
             shifts = torch.tensor([at - before * dim for at, before in zip(layout.to, befores)])
+            positions = positions.view(-1, self._world) + shifts
+            if cells is not None:
+                begins = torch.tensor([part.start for part in cells.mine], dtype=torch.int64)
+                positions[:, self._ranks.rank] = layout.own + begins * dim
+            positions = positions.reshape(-1)
         requests, run_ = [], 0
         for t, runs in zip(self._tables, self._runs, strict=True):
             offsets = batch.offsets[run_ : run_ + runs + 1]
             first, last = int(offsets[0]), int(offsets[-1])
-            places = batch.runs[run_ : run_ + runs]
-            positions = places * dim
-            if shifts is not None:  # runs lie by cell and sender
-                positions = positions + shifts.repeat(runs // self._world)
             requests.append(
                 t.request(
                     batch.keys[first:last],
                     offsets=offsets - first,
-                    positions=positions,
-                    gradient_positions=places * dim,
+                    positions=positions[run_ : run_ + runs],
+                    gradient_positions=batch.runs[run_ : run_ + runs] * dim,
                 )
             )
             run_ += runs
@@ -324,21 +339,24 @@ class KeyLookup(Lookup):
             requests, out=out.view(own, dim) if alone else out, gradient_scale=self._begin_step()
         )
         whole.prepared, self.prepared = self.prepared, None
-        if batch.index is None:
+        if alone:
             (out,) = run_batch(whole, self._access, self._anchor)
             return out.to(batch.device)
         ranks, index, trained = self._ranks, batch.index, self._trained
         assert isinstance(ranks, TorchRanks)
         marks = (
-            [at + n * dim for at, n in zip(layout.to, batch.owned)],
-            [at + n * dim for at, n in zip(layout.of, batch.asked)],
+            [at + n * dim for at, n in zip(layout.to, owned)],
+            [at + n * dim for at, n in zip(layout.of, asked)],
         )
         pending = Sent(whole, self._access, layout, marks, ranks)
 
         def receive() -> torch.Tensor:
-            out = AnswersOfOwners.apply(
-                trained, pending, dim, index, batch.asked, batch.owned, self._repeated, self._wire
-            )
+            if cells is not None:
+                out = CellsOfOwners.apply(trained, pending, dim, cells, self._wire)
+            else:
+                out = AnswersOfOwners.apply(
+                    trained, pending, dim, index, asked, owned, self._repeated, self._wire
+                )
             return out.to(device=batch.device, dtype=self.dtype)
 
         return Pending(receive)

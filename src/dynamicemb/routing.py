@@ -22,6 +22,7 @@ from torchrec.streamable import Multistreamable
 
 from dynamicemb.exchange import STEP
 from embstore.distributed.bag_messages import PackedBags, message_bytes, pack_bags, unpack_bags
+from embstore.distributed.cells import Cells
 from embstore.distributed.exchange import all_to_all, swap_headers, to_others
 from embstore.distributed.ranks import Ranks, TorchRanks
 from embstore.distributed.routing import regroup, route_keys
@@ -46,9 +47,10 @@ class OwnedKeys(Multistreamable):
     samples: list[int] = field(default_factory=list)
     mean_scale: torch.Tensor | None = None  # (own samples, features): 1 / length of the bags
     runs: torch.Tensor | None = None
-    index: torch.Tensor | None = None  # of the own batch into the replies; None: they are in order
+    index: torch.Tensor | None = None  # of the own batch into the replies; None: they come in order
     asked: list[int] = field(default_factory=list)  # keys sent to each owner
     owned: list[int] = field(default_factory=list)  # keys that came from each rank
+    cells: Cells | None = None  # where owners have whole cells; replies need no index
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Everything is in host memory."""
@@ -78,6 +80,11 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     offsets = torch.zeros(flat.numel() + 1, dtype=torch.int64)
     torch.cumsum(flat, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
+
+
+def _runs(headers: torch.Tensor) -> torch.Tensor:
+    """Where the runs of each cell and sender begin among keys that lie by (sender, cell)."""
+    return _offsets(headers)[:-1].view(headers.shape).T.reshape(-1)
 
 
 def _lengths(features: KeyedJaggedTensor) -> torch.Tensor:
@@ -249,6 +256,7 @@ class KeyRouting(_Routing):
         self._cells = list(cells)
         self._rank_of_cell = list(rank_of_cell)
         self._unique = [cell.unique for cell in cells]
+        self._whole = bool(rank_of_cell) and not any(self._unique)  # each cell goes to one rank as it is
         self.header = len(cells)
 
     def _inputs(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, list[int]]:
@@ -264,6 +272,10 @@ class KeyRouting(_Routing):
     def prepare(self, features: KeyedJaggedTensor) -> tuple[Any, torch.Tensor]:
         keys, bounds = self._inputs(features)
         offsets = torch.tensor(bounds, dtype=torch.int64)
+        if self._whole:
+            counts = torch.zeros((self._world, len(self._cells)), dtype=torch.int64)
+            counts[self._rank_of_cell, torch.arange(len(self._cells))] = offsets.diff()
+            return (keys, offsets.diff().tolist(), features.device()), counts
         route = route_keys(
             keys,
             offsets,
@@ -275,6 +287,8 @@ class KeyRouting(_Routing):
         return (route, features.device()), route.counts
 
     def exchange(self, prepared: Any, headers: torch.Tensor, ranks: TorchRanks) -> Awaitable[OwnedKeys]:
+        if self._whole:
+            return self._exchange_whole(*prepared, headers, ranks)
         route, device = prepared
         asked: list[int] = route.counts.sum(1).tolist()
         owned: list[int] = headers.sum(1).tolist()
@@ -282,16 +296,31 @@ class KeyRouting(_Routing):
 
         def finish() -> OwnedKeys:
             wait()
-            sizes = headers.tolist()  # sender, cell
-            starts = _offsets(headers)[:-1].view(headers.shape)
             return OwnedKeys(
-                regroup(keys, sizes),
+                regroup(keys, headers.tolist()),
                 _offsets(headers.T),
                 device,
-                runs=starts.T.reshape(-1),
+                runs=_runs(headers),
                 index=route.index,
                 asked=asked,
                 owned=owned,
             )
+
+        return Step(finish)
+
+    def _exchange_whole(
+        self,
+        keys: torch.Tensor,
+        sizes: list[int],
+        device: torch.device,
+        headers: torch.Tensor,
+        ranks: TorchRanks,
+    ) -> Awaitable[OwnedKeys]:
+        cells = Cells(self._rank_of_cell, sizes, headers.tolist(), ranks.rank)
+        owned, wait = cells.ask(keys, ranks, STEP)
+
+        def finish() -> OwnedKeys:
+            wait()
+            return OwnedKeys(owned, _offsets(headers.T), device, runs=_runs(headers), cells=cells)
 
         return Step(finish)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from embstore.distributed.cells import CellLayout, Cells
 from embstore.distributed.process_groups import GlooGroup
 from embstore.distributed.ranks import TorchRanks, ranks_of
 
@@ -98,6 +99,38 @@ def exchanged(sizes: list[int]) -> bool:
         if not torch.equal(out, wanted_bytes):
             return False
     return True
+
+
+def cells_there_and_back(sizes: list[list[int]], owners: list[int]) -> dict[str, Any]:
+    """sizes[r]: rows of each cell in the batch of rank r. A key is 1000 * rank + 100 * cell + number."""
+    ranks = ranks_of()
+    assert isinstance(ranks, TorchRanks)
+    rank = ranks.rank
+    keys = [1000 * rank + 100 * cell + i for cell, n in enumerate(sizes[rank]) for i in range(n)]
+    sent = [[n if owner == rank else 0 for n, owner in zip(row, owners, strict=True)] for row in sizes]
+    cells = Cells(owners, sizes[rank], sent, rank)
+    batch = torch.tensor(keys, dtype=torch.int64)
+    owned, wait = cells.ask(batch, ranks, "asking")
+    wait()
+    given = cells.give_back(batch[:, None].repeat(1, 3).float(), ranks, "giving back")
+    layout = CellLayout(cells, 2)  # the answer to key k is (k, -k)
+    buffer = torch.full((layout.size,), float("nan"))
+    rows = buffer.view(-1, 2)
+    for sender, to in enumerate(layout.to):
+        theirs = given[[int(k) // 1000 == sender for k in given[:, 0]], 0]
+        if sender != rank:
+            rows[to // 2 :][: len(theirs)] = torch.stack([theirs, -theirs], 1)
+    for part, owner in zip(cells.mine, owners, strict=True):
+        if owner == rank:
+            mine = batch[part].float()
+            rows[layout.own // 2 :][part] = torch.stack([mine, -mine], 1)
+    layout.exchange(buffer, ranks, "answering")()
+    answer = rows[layout.own // 2 :]
+    return {
+        "owned": owned.tolist(),
+        "given": given[:, 2].int().tolist(),
+        "answered": torch.equal(answer, torch.stack([batch, -batch], 1).float()),
+    }
 
 
 def forgotten(nbytes: int) -> list[int]:

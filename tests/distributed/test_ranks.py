@@ -77,6 +77,22 @@ def test_messages_of_any_size_arrive_whole_whatever_order_they_are_waited_for_in
     assert ranks.run(3, jobs.exchanged, sizes) == [True, True, True]
 
 
+def test_whole_cells_reach_their_owners_and_their_answers_come_back_in_place() -> None:
+    sizes, owners = [[2, 1, 0, 3], [0, 7, 1, 1], [1, 1, 1, 0]], [0, 2, 0, 0]
+    results = ranks.run(3, jobs.cells_there_and_back, sizes, owners)
+
+    def keys(owner: int) -> list[tuple[int, int, int]]:
+        cells = [(r, c) for r in range(3) for c in range(4) if owners[c] == owner]
+        return [(r, c, i) for r, c in cells for i in range(sizes[r][c])]
+
+    for rank, result in enumerate(results):
+        by_sender = keys(rank)
+        by_cell = sorted(by_sender, key=lambda key: (key[1], key[0], key[2]))
+        assert result["owned"] == [1000 * r + 100 * c + i for r, c, i in by_cell]
+        assert result["given"] == [1000 * r + 100 * c + i for r, c, i in by_sender]
+        assert result["answered"]
+
+
 @pytest.mark.parametrize("nbytes", [97, 3 * PIECE_BYTES + 7])
 def test_an_exchange_that_nobody_waits_for_does_not_hold_up_the_next(nbytes: int) -> None:
     assert ranks.run(2, jobs.forgotten, nbytes, group_timeout=20.0) == [[8], [8]]

@@ -92,6 +92,14 @@ def test_threads_divide_the_work_that_they_can():
     assert plan(workload(), hosts(cores=4), machine).work_seconds == pytest.approx(one * (0.25 + 0.75 / 4))
 
 
+def test_each_rank_looks_through_its_rows_for_an_increment():
+    free = dataclasses.replace(REFERENCE, scan_row=0.0)
+    slow = dataclasses.replace(REFERENCE, scan_row=1e-6)
+    for given, seconds in ((hosts(hosts=2, ranks=2, cores=2), 0.25), (hosts(ranks=4, cores=2), 0.5)):
+        more = plan(workload(), given, slow).append_seconds - plan(workload(), given, free).append_seconds
+        assert more == pytest.approx(seconds * 1.000003), given
+
+
 def test_dumps_take_what_the_slower_of_cores_and_disk_takes():
     machine = dataclasses.replace(REFERENCE, publish=0.5, dump_row=0.0, dump_byte=1e-9, load_row=0.0)
     made = plan(workload(), hosts(hosts=4), machine)

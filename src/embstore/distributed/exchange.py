@@ -50,6 +50,32 @@ def to_others(
     return all_to_all(rows, sent, received, ranks, what)
 
 
+def swap_rows(
+    out: torch.Tensor,
+    received: Sequence[Sequence[slice]],
+    rows: torch.Tensor,
+    sent: Sequence[Sequence[slice]],
+    ranks: TorchRanks,
+    what: str,
+) -> Callable[[], None]:
+    """Sends the slices sent[r] of `rows` to rank r, and puts what rank r sends into the slices received[r] of
+    `out`. What is for this rank is copied. Both tensors are contiguous. Returns the function that waits."""
+    wait = ranks.exchange_blocks(
+        [[as_bytes(out[part]) for part in parts] for parts in received],
+        [[as_bytes(rows[part]) for part in parts] for parts in sent],
+        what,
+    )
+    for to, of in zip(received[ranks.rank], sent[ranks.rank], strict=True):
+        out[to] = rows[of]
+    return wait
+
+
+def rows_in_turn(sizes: Sequence[int], begin: int = 0) -> list[slice]:
+    """Slices of these sizes, one after the other."""
+    ends = accumulate(sizes, initial=begin)
+    return [slice(at, at + size) for at, size in zip(ends, sizes)]
+
+
 class Layout:
     """Blocks of several ranks in one buffer: those for other ranks, then those of other ranks, then the own
     one, which does not travel.

@@ -10,8 +10,7 @@ ranks of one host it takes a third longer for megabytes, with four times as many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -40,13 +39,27 @@ def exchange(
     Returns the function that waits. It raises RuntimeError when a rank ends or does not take part within the
     timeout of the group.
     """
-    sent, received = _Parts(rows, send), _Parts(out, receive)
+    sent, received = rows.split(list(send)), out.split(list(receive))
     if send[rank]:
         received[rank].copy_(sent[rank])
-    world = len(send)
+    return exchange_blocks(group, rank, [[part] for part in received], [[part] for part in sent])
+
+
+def exchange_blocks(
+    group: Any,
+    rank: int,
+    received: Sequence[Sequence[torch.Tensor]],
+    sent: Sequence[Sequence[torch.Tensor]],
+) -> Callable[[], None]:
+    """Sends sent[r] to rank r, block by block, and fills received[r] with what rank r sends: as many blocks,
+    of the same sizes, wherever they lie. They are flat tensors on the CPU. Those of this rank stay.
+
+    Returns the function that waits, and raises as `exchange` does.
+    """
+    world = len(sent)
     peers = [(rank + i) % world for i in range(1, world)]  # every rank begins with another one
-    pieces = [group.recv([piece], peer, TAG) for peer in peers for piece in received.pieces(peer)]
-    pieces += [group.send([piece], peer, TAG) for peer in peers for piece in sent.pieces(peer)]
+    pieces = [group.recv([piece], peer, TAG) for peer in peers for piece in _pieces(received[peer])]
+    pieces += [group.send([piece], peer, TAG) for peer in peers for piece in _pieces(sent[peer])]
     unfinished = _unfinished.setdefault(group, [])
     unfinished.append(pieces)
 
@@ -62,16 +75,7 @@ def exchange(
     return wait
 
 
-class _Parts:
-    """What a flat tensor has for each rank."""
-
-    def __init__(self, whole: torch.Tensor, sizes: Sequence[int]) -> None:
-        self._whole, self._ends = whole, list(accumulate(sizes, initial=0))
-        self._step = PIECE_BYTES // whole.element_size()
-
-    def __getitem__(self, rank: int) -> torch.Tensor:
-        return self._whole[self._ends[rank] : self._ends[rank + 1]]
-
-    def pieces(self, rank: int) -> list[torch.Tensor]:
-        begin, end = self._ends[rank : rank + 2]
-        return [self._whole[at : min(at + self._step, end)] for at in range(begin, end, self._step)]
+def _pieces(blocks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for block in blocks:
+        if block.numel():
+            yield from block.split(PIECE_BYTES // block.element_size())

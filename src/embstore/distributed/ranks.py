@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embstore.distributed.messages import exchange
+from embstore.distributed.messages import exchange, exchange_blocks
 from embstore.distributed.process_groups import STORE_SECONDS, GlooGroup, group_store, timeout_of, within
 
 T = TypeVar("T")
@@ -246,8 +246,18 @@ class TorchRanks(Ranks):
     ) -> Callable[[], None]:
         """Sends the first send[0] elements of `rows` to rank 0, and so on; receives into `out` likewise.
         Both are flat tensors on the CPU. Returns the function that waits."""
+        return self._exchanged(lambda: exchange(self._group, self.rank, out, rows, receive, send), what)
+
+    def exchange_blocks(
+        self, received: Sequence[Sequence[Any]], sent: Sequence[Sequence[Any]], what: str = ""
+    ) -> Callable[[], None]:
+        """Sends the blocks sent[r] to rank r and fills received[r], as `messages.exchange_blocks` says.
+        Returns the function that waits."""
+        return self._exchanged(lambda: exchange_blocks(self._group, self.rank, received, sent), what)
+
+    def _exchanged(self, begin: Callable[[], Callable[[], None]], what: str) -> Callable[[], None]:
         with self._watching(what):
-            arrived = exchange(self._group, self.rank, out, rows, receive, send)
+            arrived = begin()
 
         def wait() -> None:
             with self._watching(what):

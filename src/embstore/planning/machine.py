@@ -25,6 +25,7 @@ class Machine:
     message             one of the messages that a rank sends to each other rank, four a step
     sent_id, sent_byte  an id that goes to its owner; a byte of an id, a vector or a gradient on its way
     publish             a dump or an increment, whatever its size
+    scan_row            a row of a table, in which an increment looks for changes
     dump_row, dump_byte, load_row, load_byte, follow_row, follow_byte
                         a row of a dump that is written, loaded, or followed by a reader, and a byte of it
     """
@@ -53,6 +54,7 @@ class Machine:
     memory_bytes: int
     write_bytes_per_second: float  # of the disk, for all cores
     read_bytes_per_second: float
+    scan_row: float = 0.0  # files of earlier versions do not have it
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -83,6 +85,7 @@ class Machine:
 
 # An AMD EPYC (Zen 4) with AVX-512 in a virtual machine of 2 cores and 24 GB, by `embstore plan --measure`.
 # Other programs ran beside it, so what the clock measures (threads, disk) is the best of three runs.
+# `scan_row` is that of a Zen 5.
 REFERENCE = Machine(
     step=9.5e-5,
     table=3.6e-5,
@@ -108,4 +111,5 @@ REFERENCE = Machine(
     memory_bytes=24 << 30,
     write_bytes_per_second=9.4e8,
     read_bytes_per_second=1.9e9,
+    scan_row=8.6e-9,
 )

@@ -85,7 +85,7 @@ def plan(workload: Workload, hosts: Hosts, machine: Machine) -> Plan:
     shares = [workload.ids_of(table) / workload.batch for table in tables]
     changed = [min(table.rows, seen * share) for table, share in zip(tables, shares, strict=True)]
     changed_bytes = sum(n * table.dumped_bytes for n, table in zip(changed, tables, strict=True))
-    append_seconds = files.written(sum(changed), changed_bytes)
+    append_seconds = files.scanned(rows) + files.written(sum(changed), changed_bytes)
     follow_seconds = files.followed(sum(changed), changed_bytes)
 
     made = Plan(
@@ -166,6 +166,11 @@ class _Files:
         disk = size / self._hosts.hosts / self._hosts.write_bytes_per_second
         return self._machine.publish + max(self.write_work(rows, size) / self._cores, disk)
 
+    def scanned(self, rows: float) -> float:
+        """Each rank looks for changes in its tables, on one core."""
+        crowding = max(1.0, self._hosts.ranks / self._hosts.cores)
+        return rows / self._hosts.world * self._machine.scan_row * crowding
+
     def loaded(self, rows: float, size: float) -> float:
         disk = size / self._hosts.hosts / self._hosts.read_bytes_per_second
         return max(self.load_work(rows, size) / self._cores, disk)
@@ -229,7 +234,7 @@ def _limits(made: Plan, workload: Workload, hosts: Hosts) -> tuple[Limit, ...]:
         Limit(
             "time to append",
             made.append_seconds / workload.append_every_seconds if workload.append_every_seconds else 0.0,
-            "increments less often, faster disks",
+            "increments less often, faster disks, more ranks on each host",
         ),
         Limit(
             "a reader that follows",

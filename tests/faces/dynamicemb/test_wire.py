@@ -42,7 +42,8 @@ def test_a_gradient_that_float16_cannot_hold_becomes_its_largest_number() -> Non
 @pytest.mark.multirank
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("kind", "sharding"), [("ec", "row_wise"), ("ebc", "row_wise"), ("ebc", "table_wise")]
+    ("kind", "sharding"),
+    [(kind, sharding) for kind in ("ec", "ebc") for sharding in ("row_wise", "table_wise")],
 )
 def test_vectors_and_gradients_travel_in_sixteen_bits(kind: str, sharding: str) -> None:
     plain = ranks.run(2, jobs.quantized, kind, sharding, None, None)
