@@ -246,6 +246,10 @@ class FreeBuffers {
   uint64_t clock_ = 0;
 };
 
+// Made before there are threads: a child that is forked while one of them makes it would wait for
+// that thread, which it does not have.
+[[maybe_unused]] const FreeBuffers& made_at_start = FreeBuffers::Global();
+
 }  // namespace
 
 RecycledBuffer::RecycledBuffer(size_t bytes, BufferUse use)
