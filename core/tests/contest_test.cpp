@@ -320,6 +320,8 @@ TEST(Gradients of shared rows reach these rows alone) {
   LookUpOne(table, Range(0, 10));
   const auto rows = AllRows(*table);
   const auto shared = table->SharedRows().values;
+  const auto known =
+      table->AdmissionCounters();  // of the keys 0 and 1 too, which are no shared rows
   CHECK_EQ(shared.size(), size_t{6});
   std::vector<float> gradients(9, 1.0f);
   VectorsView view;
@@ -336,6 +338,7 @@ TEST(Gradients of shared rows reach these rows alone) {
   const auto moved = table->SharedRows().values;
   for (size_t i = 0; i < 6; ++i) CHECK_EQ(moved[i], shared[i] - (i < 3 ? 1.0f : 2.0f));
   CHECK(AllRows(*table) == rows);
+  CHECK(!known.empty() && table->AdmissionCounters() == known);
 }
 
 TEST(Rows with small gradients go first where importance is the score) {

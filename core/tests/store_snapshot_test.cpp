@@ -195,6 +195,20 @@ TEST(Clearing and loading leave a snapshot as it is) {
   table->CheckInvariants();
 }
 
+TEST(Rows that come and go below later are not in a snapshot however often it counts) {
+  const auto table = Table::Create(CacheOver(MakeMemoryStore(RowBytes(), 0)));
+  Fill(*table, 1000);
+  const AllOfThem before = Everything(table);
+  Snapshot snapshot(table);
+  for (uint64_t step = 0; step < 5; ++step) {
+    CHECK_EQ(snapshot.rows(), 1000);
+    Set(*table, RandomKeys(300, 5000, step), 3.0f, true);
+    table->Flush();
+    table->Erase(RandomKeys(50, 5000, step + 10));
+  }
+  CHECK(Rest(snapshot) == before);
+}
+
 TEST(Copies beyond the memory limit go to a file) {
   const auto table = Table::Create(CacheOver(MakeMemoryStore(RowBytes(), 0)));
   constexpr int64_t kRows = 20'000;

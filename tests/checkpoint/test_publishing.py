@@ -254,6 +254,17 @@ def test_a_program_that_forgets_to_close_ends_and_its_log_is_as_it_was(tmp_path:
     log.load({"model": {"user": make(optimizer=embstore.SGD())}})
 
 
+def test_the_thread_ends_when_the_main_thread_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"model": {"user": make()}}
+    publisher = embstore.IncrementLog.create(tmp_path / "log", tables).append_every(tables, steps=10**6)
+    ended = threading.Thread()
+    monkeypatch.setattr(publishing.threading, "main_thread", lambda: ended)
+    publisher._thread.join(20)
+    assert not publisher._thread.is_alive()
+    with pytest.raises(embstore.CheckpointError, match=r"the process ended without close\(\)"):
+        publisher.step()
+
+
 class BesideAnother(Ranks):
     """Rank 0 of two. What the other one reports at a meeting, `answer` makes of what rank 0 does."""
 
