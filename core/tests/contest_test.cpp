@@ -317,11 +317,10 @@ TEST(Gradients of shared rows reach these rows alone) {
   TableOptions options = Contested(4, 2);
   options.score_strategy = ScoreStrategy::kImportance;
   const auto table = Table::Create(options);
-  LookUpOne(table, Range(0, 10));
+  LookUpOne(table, Range(10, 20));
   const auto rows = AllRows(*table);
   const auto shared = table->SharedRows().values;
-  const auto known =
-      table->AdmissionCounters();  // of the keys 0 and 1 too, which are no shared rows
+  const auto known = table->AdmissionCounters();  // keys 0 and 1 are not shared rows 0 and 1
   CHECK_EQ(shared.size(), size_t{6});
   std::vector<float> gradients(9, 1.0f);
   VectorsView view;

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "embstore/gradient.h"
 #include "embstore/store.h"
+#include "snapshot_oracle.h"
 #include "table_oracle.h"
 
 namespace embstore {
@@ -17,7 +18,7 @@ namespace {
 
 constexpr int64_t kDim = 5;
 
-// A memory store that counts how often keys are read, and does something before a read returns.
+// A memory store that counts scans and reads of keys, and does something before a read returns.
 class Watched final : public Store {
  public:
   Watched() : Store(kDim * 4), store_(MakeMemoryStore(kDim * 4, 0)) {}
@@ -39,8 +40,12 @@ class Watched final : public Store {
   }
   void Erase(std::span<const int64_t> keys) override { store_->Erase(keys); }
   void Clear() override { store_->Clear(); }
-  std::unique_ptr<StoreScanner> Scan() const override { return store_->Scan(); }
+  std::unique_ptr<StoreScanner> Scan() const override {
+    ++scans;
+    return store_->Scan();
+  }
 
+  mutable int scans = 0;
   mutable std::map<int64_t, int> reads;
   mutable std::function<void()> before_return;
 
@@ -126,6 +131,18 @@ TEST(What changed during an earlier read ahead is read once by the next) {
   cache.table->Prefetch(std::vector<int64_t>{7});
   CHECK_EQ(cache.store->reads[7], 1);
   CHECK_EQ(cache.ValueOf(7), 2.0f);
+}
+
+TEST(The keys below are listed once for a snapshot) {
+  Cache cache;
+  cache.PushDown();
+  cache.PushDown();
+  Snapshot snapshot(cache.table);
+  cache.store->scans = 0;
+  CHECK_EQ(snapshot.rows(), 512);
+  CHECK_EQ(Rest(snapshot).size(), size_t{512});
+  CHECK_EQ(snapshot.rows(), 512);
+  CHECK_EQ(cache.store->scans, 1);
 }
 
 TEST(All keys of a batch have rows of their own where it has more than the table) {
