@@ -246,8 +246,7 @@ class FreeBuffers {
   uint64_t clock_ = 0;
 };
 
-// Made before there are threads: a child that is forked while one of them makes it would wait for
-// that thread, which it does not have.
+// Made when the library is loaded, for the reason that ForkGuard::kRegistered has.
 [[maybe_unused]] const FreeBuffers& made_at_start = FreeBuffers::Global();
 
 }  // namespace
