@@ -242,32 +242,17 @@ TEST(A snapshot that cannot save a row fails alone) {
 }
 
 // A store that fails or forgets when it is told to.
-class Unreliable final : public Store {
+class Unreliable final : public PassesOn {
  public:
-  explicit Unreliable(std::shared_ptr<Store> store)
-      : Store(store->row_bytes()), store_(std::move(store)) {}
-  std::string Describe() const override { return "unreliable store"; }
-  int64_t size() const override { return store_->size(); }
+  using PassesOn::PassesOn;
   void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
            uint8_t* found) const override {
     if (fails) throw InvalidState("get failed");
     while (waits) std::this_thread::yield();
-    store_->Get(keys, rows, scores, found);
+    PassesOn::Get(keys, rows, scores, found);
   }
-  void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
-    store_->Contains(keys, found);
-  }
-  void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
-    store_->Put(keys, rows, scores);
-  }
-  void Erase(std::span<const int64_t> keys) override { store_->Erase(keys); }
-  void Clear() override { store_->Clear(); }
-  std::unique_ptr<StoreScanner> Scan() const override { return store_->Scan(); }
 
   std::atomic<bool> fails{false}, waits{false};
-
- private:
-  std::shared_ptr<Store> store_;
 };
 
 TEST(A store that fails or loses rows fails the snapshot and not the training) {

@@ -11,6 +11,7 @@
 #include "embstore/gradient.h"
 #include "embstore/store.h"
 #include "snapshot_oracle.h"
+#include "store_oracle.h"
 #include "table_oracle.h"
 
 namespace embstore {
@@ -19,38 +20,25 @@ namespace {
 constexpr int64_t kDim = 5;
 
 // A memory store that counts scans and reads of keys, and does something before a read returns.
-class Watched final : public Store {
+class Watched final : public PassesOn {
  public:
-  Watched() : Store(kDim * 4), store_(MakeMemoryStore(kDim * 4, 0)) {}
-  std::string Describe() const override { return "watched store"; }
-  int64_t size() const override { return store_->size(); }
+  Watched() : PassesOn(MakeMemoryStore(kDim * 4, 0)) {}
   void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
            uint8_t* found) const override {
-    store_->Get(keys, rows, scores, found);
+    PassesOn::Get(keys, rows, scores, found);
     for (const int64_t key : keys) ++reads[key];
     const auto now =
         std::exchange(before_return, nullptr);  // not in the reads that it makes itself
     if (now) now();
   }
-  void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
-    store_->Contains(keys, found);
-  }
-  void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
-    store_->Put(keys, rows, scores);
-  }
-  void Erase(std::span<const int64_t> keys) override { store_->Erase(keys); }
-  void Clear() override { store_->Clear(); }
   std::unique_ptr<StoreScanner> Scan() const override {
     ++scans;
-    return store_->Scan();
+    return PassesOn::Scan();
   }
 
   mutable int scans = 0;
   mutable std::map<int64_t, int> reads;
   mutable std::function<void()> before_return;
-
- private:
-  std::shared_ptr<Store> store_;
 };
 
 struct Cache {
