@@ -71,8 +71,8 @@ SITE = """import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
 """
 
-# Asserts and the checks of the standard library are on, as in the tests under sanitizers.
-CHECKED = {"-O3": "-O1", "-DNDEBUG": "-D_GLIBCXX_ASSERTIONS"}
+# Asserts and the checks of the standard libraries are on: what the tests under sanitizers would notice.
+CHECKED = {"-O3": ["-O1"], "-DNDEBUG": ["-D_GLIBCXX_ASSERTIONS", "-D_FORTIFY_SOURCE=2"]}
 ERROR = re.compile(r"([\w.]+\.(?:cpp|inc)):(\d+):\d+: (?:fatal )?error")
 
 
@@ -204,7 +204,7 @@ def compiled(work: Path, changed: set[str]) -> set[tuple[str, int]]:
         words = [word.replace(str(ROOT / "core"), str(work / "core")) for word in shlex.split(command)]
         place = made / words[words.index("-o") + 1].replace("/", "-")
         words[words.index("-o") + 1] = str(place)
-        words = [CHECKED.get(word, word) for word in words]
+        words = [checked for word in words for checked in CHECKED.get(word, [word])]
         digest = hashlib.sha1(repr(words).encode() + (work / name).read_bytes() + headers).hexdigest()
         if name.endswith("isa.cpp"):
             included = sorted((work / "core/src").glob("*.inc"))

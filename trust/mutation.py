@@ -182,7 +182,8 @@ def examine(
         code = codes[mutant.file]
         end, test = before.get("end"), before.get("test") or likely.get(name)
         same = before.get("code") == code
-        if test is None or not same or before.get("states", {}).get(test) != tests.state(test):
+        was_noticed = same and end not in (SURVIVED, NOT_REACHED)
+        if not was_noticed or before["states"].get(test) != tests.state(test):
             end, test = tests.run(number, test, before["states"] if same else {}, cost)
         states = {t: tests.state(t) for t in ([test] if test else tests.reaching(number, cost))}
         with lock:
@@ -197,7 +198,8 @@ def examine(
             killed = sum(end not in (SURVIVED, NOT_REACHED) for end in ends.values())
             told = f"  {killed} of {len(numbered)} by tests that cost up to {cost} s"
             print(told, file=sys.stderr, flush=True)
-    noticed = likely | {name: known[name]["test"] for name in map(names.get, numbered) if known[name]["test"]}
+    found = likely | {name: known[name]["test"] for name in map(names.get, numbered)}
+    noticed = {name: test for name, test in found.items() if test}
     NOTICED.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")
     return ends
 

@@ -29,9 +29,10 @@ void CloseLocksInChild() {
   }
 }
 
+// When the library is loaded, for the reason that ForkGuard::kRegistered has.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, CloseLocksInChild);
+
 FileLock::Held* Keep(int fd) {
-  static const int registered = pthread_atfork(nullptr, nullptr, CloseLocksInChild);
-  (void)registered;
   for (auto* held = held_locks.load(); held; held = held->next) {
     int free = -1;
     if (held->fd.compare_exchange_strong(free, fd)) return held;

@@ -82,25 +82,23 @@ ForkGuard::Held*& ForkGuard::held() {
   return held;
 }
 
-void ForkGuard::Register() {
-  static const int registered = [] {
-    // Before a fork the newest handler runs first. A thread that works on a table may need a
-    // recycled buffer, so those must register their handler before this one.
-    (void)IdleBufferBytes();
-    return pthread_atfork(BeforeFork, InParent, InChild);
-  }();
-  (void)registered;
+// When the library is loaded, before there are threads: a child that is forked while one of them
+// does it with the first table would wait for that thread, which it does not have.
+const bool ForkGuard::kRegistered = ForkGuard::Register();
+
+bool ForkGuard::Register() {
+  Tables();
+  StoreLocks();
+  held();
+  // Before a fork the newest handler runs first. A thread that works on a table may need a
+  // recycled buffer, so those must register their handler before this one.
+  (void)IdleBufferBytes();
+  return pthread_atfork(BeforeFork, InParent, InChild) == 0;
 }
 
-void ForkGuard::Add(const std::shared_ptr<RwLock>& lock) {
-  Register();
-  StoreLocks().Add(lock);
-}
+void ForkGuard::Add(const std::shared_ptr<RwLock>& lock) { StoreLocks().Add(lock); }
 
-void ForkGuard::Add(const std::shared_ptr<Table>& table) {
-  Register();
-  Tables().Add(table);
-}
+void ForkGuard::Add(const std::shared_ptr<Table>& table) { Tables().Add(table); }
 
 // Locks what is not locked yet. It holds no registry while it waits, since the threads it waits for
 // may create or drop tables.
@@ -127,7 +125,6 @@ void ForkGuard::Acquire(int seconds) {
 }
 
 void ForkGuard::Prepare() {
-  Register();  // without InChild, the mutex would stay locked in the child
   held()->mutex.lock();
   held()->owned = true;
   t_prepared = true;

@@ -29,4 +29,7 @@ const HashSecret& ProcessSecret() {
   return secret;
 }
 
+// When the library is loaded, for the reason that ForkGuard::kRegistered has.
+[[maybe_unused]] static const HashSecret& made_at_start = ProcessSecret();
+
 }  // namespace embstore

@@ -246,6 +246,9 @@ class FreeBuffers {
   uint64_t clock_ = 0;
 };
 
+// Made when the library is loaded, for the reason that ForkGuard::kRegistered has.
+[[maybe_unused]] const FreeBuffers& made_at_start = FreeBuffers::Global();
+
 }  // namespace
 
 RecycledBuffer::RecycledBuffer(size_t bytes, BufferUse use)

@@ -179,9 +179,10 @@ void ForgetWorkersInChild() {
   t_in_task = false;
 }
 
+// When the library is loaded, for the reason that ForkGuard::kRegistered has.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, ForgetWorkersInChild);
+
 Workers& CurrentWorkers() {
-  static const int registered = pthread_atfork(nullptr, nullptr, ForgetWorkersInChild);
-  (void)registered;
   Workers* workers = g_workers.load(std::memory_order_acquire);
   if (!workers) {
     Workers* fresh =

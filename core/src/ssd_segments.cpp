@@ -364,7 +364,6 @@ void SsdStoreImpl::ReadSegment(int64_t number, SegmentRows& rows) const {
        static_cast<size_t>(segment.blocks * layout_.block_bytes), layout_.ValueOffset(row));
   // The key and meta files may end early, with the last row of a segment that is not full.
   std::vector<std::byte> raw(places * static_cast<size_t>(layout_.key_bytes));
-  rows.keys.resize(places);
   const auto kept = [&](SsdFiles::Kind kind, size_t width) {
     const int fd = files_->Get(kind, chunk, false);
     if (fd < 0) return size_t{0};

@@ -129,10 +129,10 @@ void Table::SortByScore(Newcomers& fresh, size_t begin, size_t end) const {
   };
   const int bits = std::min(fresh.order_bits, class_bits_);
   const auto run_of = [&](const Newcomer& own) { return bits ? own.hash >> (64 - bits) : 0; };
-  Newcomer* const all = fresh.placed.data();
+  std::vector<Newcomer>& all = fresh.placed;
   for (size_t next = begin; begin < end; begin = next) {
     for (next = begin + 1; next < end && run_of(all[next]) == run_of(all[begin]);) ++next;
-    if (next - begin > 1) std::sort(all + begin, all + next, goes_first);
+    if (next - begin > 1) std::sort(&all[begin], &all[next - 1] + 1, goes_first);
   }
 }
 

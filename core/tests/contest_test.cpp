@@ -317,9 +317,10 @@ TEST(Gradients of shared rows reach these rows alone) {
   TableOptions options = Contested(4, 2);
   options.score_strategy = ScoreStrategy::kImportance;
   const auto table = Table::Create(options);
-  LookUpOne(table, Range(0, 10));
+  LookUpOne(table, Range(10, 20));
   const auto rows = AllRows(*table);
   const auto shared = table->SharedRows().values;
+  const auto known = table->AdmissionCounters();  // keys 0 and 1 are not shared rows 0 and 1
   CHECK_EQ(shared.size(), size_t{6});
   std::vector<float> gradients(9, 1.0f);
   VectorsView view;
@@ -336,6 +337,7 @@ TEST(Gradients of shared rows reach these rows alone) {
   const auto moved = table->SharedRows().values;
   for (size_t i = 0; i < 6; ++i) CHECK_EQ(moved[i], shared[i] - (i < 3 ? 1.0f : 2.0f));
   CHECK(AllRows(*table) == rows);
+  CHECK(!known.empty() && table->AdmissionCounters() == known);
 }
 
 TEST(Rows with small gradients go first where importance is the score) {

@@ -468,6 +468,15 @@ TEST(A probe renews scores as it is told, and a full count stays) {
   }
 }
 
+// It decides which keys compete for rows, so a table that is loaded by a later version needs the
+// same.
+TEST(The secret of a seed is the first three numbers of splitmix64) {
+  const HashSecret zero = SecretOf(0);
+  CHECK_EQ(zero.mask, 0xe220a8397b1dcdafULL);
+  CHECK_EQ(zero.first, 0x6e789e6aa1b965f4ULL | 1);
+  CHECK_EQ(zero.second, 0x06c45d188009454fULL);
+}
+
 TEST(Equal seeds place keys alike and other seeds do not) {
   const auto slots_of = [](uint64_t seed) {
     KeyIndex index({.init_capacity = 1 << 14, .max_capacity = 1 << 14, .seed = seed});

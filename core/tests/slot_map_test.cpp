@@ -101,13 +101,14 @@ TEST(A use raises the frequency of a key by chance and the least frequent is the
       last = time;
       CHECK_EQ(slots[i], slot);
     }
+    if (time % 20 > 2) continue;
+    std::vector<std::pair<std::tuple<uint64_t, int64_t, int64_t>, int64_t>> expected;
+    for (const auto& [key, record] : known) expected.emplace_back(record, key);
+    std::sort(expected.begin(), expected.end());
+    const std::vector<KeySlot> worst = map.Worst(kKeys);
+    CHECK_EQ(worst.size(), expected.size());
+    for (size_t i = 0; i < worst.size(); ++i) CHECK_EQ(worst[i].key, expected[i].second);
   }
-  std::vector<std::pair<std::tuple<uint64_t, int64_t, int64_t>, int64_t>> expected;
-  for (const auto& [key, record] : known) expected.emplace_back(record, key);
-  std::sort(expected.begin(), expected.end());
-  const std::vector<KeySlot> worst = map.Worst(kKeys);
-  CHECK_EQ(worst.size(), expected.size());
-  for (size_t i = 0; i < worst.size(); ++i) CHECK_EQ(worst[i].key, expected[i].second);
 }
 
 TEST(Keys that all fall into one bucket are held) {

@@ -76,6 +76,24 @@ TEST(Compaction reclaims space and loses no row) {
   CheckHolds(*store, oracle);
 }
 
+TEST(A segment that is put makes room in four that are mostly garbage) {
+  constexpr int64_t kSegment = 256;  // rows of 4096 bytes
+  const TemporaryDirectory directory;
+  const auto store = SsdStore::Open(Options(directory, 4096));
+  Oracle oracle;
+  PutAll(*store, Range(0, 30 * kSegment), 1, oracle);
+  store->Flush();
+  std::vector<int64_t> gone;
+  for (int64_t key = 0; key < 30 * kSegment; ++key) {
+    if (key % 32 >= 9) gone.push_back(key);
+  }
+  EraseAll(*store, gone, oracle);  // 72 rows of each segment are left
+  CHECK_EQ(store->stats().moved_rows, 0);
+  PutAll(*store, Range(100'000, 100'000 + kSegment), 2, oracle);
+  CHECK_EQ(store->stats().moved_rows, 4 * 72);
+  CheckHolds(*store, oracle);
+}
+
 TEST(
     Checkpoints survive what follows and a store that is opened again is empty until it loads one) {
   const TemporaryDirectory directory;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <random>
 #include <span>
 #include <string>
@@ -27,6 +28,31 @@ struct TemporaryDirectory {
   }
   ~TemporaryDirectory() { std::filesystem::remove_all(path); }
   std::string path;
+};
+
+// Passes all calls on to another store; a test overrides what it is about.
+class PassesOn : public Store {
+ public:
+  explicit PassesOn(std::shared_ptr<Store> store)
+      : Store(store->row_bytes()), store_(std::move(store)) {}
+  std::string Describe() const override { return "a store of the test"; }
+  int64_t size() const override { return store_->size(); }
+  void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
+           uint8_t* found) const override {
+    store_->Get(keys, rows, scores, found);
+  }
+  void Contains(std::span<const int64_t> keys, uint8_t* found) const override {
+    store_->Contains(keys, found);
+  }
+  void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
+    store_->Put(keys, rows, scores);
+  }
+  void Erase(std::span<const int64_t> keys) override { store_->Erase(keys); }
+  void Clear() override { store_->Clear(); }
+  std::unique_ptr<StoreScanner> Scan() const override { return store_->Scan(); }
+
+ private:
+  std::shared_ptr<Store> store_;
 };
 
 // Keys with the version that was put last, which is their score too.

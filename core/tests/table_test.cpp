@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <random>
 #include <set>
 #include <tuple>
 #include <vector>
 
 #include "check.h"
+#include "embstore/hash.h"
 #include "embstore/parallel.h"
 #include "table_oracle.h"
 
@@ -48,6 +50,23 @@ TEST(Rows that were assigned are read back for every dtype and odd dimensions) {
         CHECK_EQ(AllRows(*table).size(), n);
       }
     }
+  }
+}
+
+TEST(New rows of half precision start as their initial values on any number of threads) {
+  constexpr int64_t kDim = 2000;
+  std::vector<int64_t> keys;  // whose initial values bfloat16 has
+  for (int64_t i = 0; i < 4999; ++i) keys.push_back(i * 100'000 + i % 256);
+  for (const int threads : {1, 4}) {
+    SetNumThreads(threads);
+    TableOptions options = SmallTable(kDim, 8192);
+    options.dtype = DType::kBFloat16;
+    const Forward forward = LookUpOne(Table::Create(options), keys);
+    int64_t wrong = 0;
+    for (size_t i = 0; i < forward.out.size(); ++i) {
+      wrong += forward.out[i] != DebugValue(keys[i / kDim]);
+    }
+    CHECK_EQ(wrong, 0);
   }
 }
 
@@ -97,6 +116,25 @@ TEST(One bucket of 128 refuses exactly 72 of 200 new keys) {
     for (size_t i = 0; i < keys.size(); ++i) {
       CHECK_EQ(forward.out[4 * i], i < 128 ? DebugValue(keys[i]) : 0.0f);
     }
+  }
+}
+
+TEST(Of a batch that is too large the keys whose hashes begin smallest get rows) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    TableOptions options = SmallTable(1);
+    options.seed = seed;
+    const auto table = Table::Create(options);
+    std::vector<int64_t> keys = Range(0, 200);
+    std::shuffle(keys.begin(), keys.end(), std::mt19937_64(seed));
+    LookUpOne(table, Range(1000, 1128));
+    LookUpOne(table, keys);
+    // As many bits as tell 200 keys apart; then the order of the batch counts.
+    std::stable_sort(keys.begin(), keys.end(), [&](int64_t a, int64_t b) {
+      const HashSecret secret = SecretOf(seed);
+      return KeyedHash(a, secret) >> 56 < KeyedHash(b, secret) >> 56;
+    });
+    keys.resize(128);
+    CHECK_EQ(CountFound(*table, keys), 128);
   }
 }
 

@@ -12,6 +12,7 @@ import torch
 from checkpoint.tables import make, require_same
 
 import embstore
+from embstore.key_counts import KeyCounts
 
 FREQUENT = {"score_strategy": "lfu", "admission": "frequency", "shared_rows": 1, "max_capacity": 97}
 KINDS: dict[str, dict[str, Any]] = {
@@ -145,6 +146,28 @@ def test_counts_of_a_table_with_another_capacity_stay_behind(tmp_path: Path) -> 
     back = make(**{**FREQUENT, "max_capacity": 50_000})
     embstore.IncrementLog(tmp_path / "log").load({"model": {"user": back}})
     train(back, 37, 2)
+
+
+@pytest.mark.parametrize("way", ["load", "compact", "merge"])
+def test_exact_counts_come_back_from_a_log(tmp_path: Path, way: str) -> None:
+    table, back = make(), make()
+    table.exact_counts, back.exact_counts = KeyCounts(), KeyCounts()
+    counts = {-(2**63): 4, 11: 1}
+    table.exact_counts.add(*(np.array(column) for column in zip(*counts.items())))
+    log = embstore.IncrementLog.create(tmp_path / "log", {"model": {"user": table}})
+    for more in ({11: 2, 0: 7}, {2**62: 3}):
+        table.exact_counts.add(*(np.array(column) for column in zip(*more.items())))
+        counts = {key: counts.get(key, 0) + more.get(key, 0) for key in counts | more}
+        log.append({"model": {"user": table}})
+    if way == "merge":
+        embstore.merge(tmp_path / "log", tmp_path / "merged")
+        embstore.load(tmp_path / "merged", {"model": {"user": back}}, counts=True)
+    else:
+        if way == "compact":
+            log.compact()
+        embstore.IncrementLog(tmp_path / "log").load({"model": {"user": back}})
+    keys, seen = back.exact_counts.items()
+    assert dict(zip(keys.tolist(), seen.tolist())) == counts
 
 
 def test_changes_that_no_table_gave_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from checkpoint.tables import make, require_same
 
 import embstore
+from embstore.checkpoint import dumping
+from embstore.checkpoint.dumping import Pace
 from embstore.checkpoint.writing import PartWriter
 
 N = 20_000
@@ -140,6 +143,29 @@ def test_a_table_may_be_dumped_and_read_while_it_has_other_snapshots(tmp_path: P
         require_same(before, embstore.Rows(*(getattr(whole, f)[order] for f in fields)))
 
 
+def test_a_dump_in_the_background_uses_a_small_share_of_the_time_at_the_usual_priority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = {"monotonic": 1000.0, "thread_time": 7.0}
+    policies: list[int] = []
+    for name in clock:
+        monkeypatch.setattr(dumping.time, name, lambda name=name: clock[name])
+    monkeypatch.setattr(dumping.os, "sched_setscheduler", lambda thread, policy, _: policies.append(policy))
+    monkeypatch.setattr(Pace, "REST", 0.0)
+    pace = Pace(share=0.05)
+    used = 0.0
+    for seconds, cpu_seconds in [(1, 0.04), (1, 0.05), (1, 0.9), (10, 0.1), (10, 0.5), (1, 0.3)]:
+        clock["monotonic"] += seconds
+        clock["thread_time"] += cpu_seconds
+        used += cpu_seconds if policies[-1:] != [os.SCHED_IDLE] else 0.0
+        pace()
+        beyond = used > 0.05 * (clock["monotonic"] - 1000.0)
+        assert policies[-1] == (os.SCHED_IDLE if beyond else os.SCHED_OTHER)
+    assert set(policies) == {os.SCHED_IDLE, os.SCHED_OTHER}
+    pace.hurry()
+    assert policies[-1] == os.SCHED_OTHER
+
+
 def test_a_second_dump_waits_for_the_first(tmp_path: Path) -> None:
     table = filled()
     first = embstore.dump(tmp_path / "a", {"model": {"user": table}}, async_=True)
@@ -214,6 +240,8 @@ import sys, time
 from pathlib import Path
 import numpy as np
 import embstore
+from embstore.checkpoint import dumping
+from embstore.checkpoint.dumping import Pace
 from embstore.checkpoint.writing import PartWriter
 
 def write(self, rows):

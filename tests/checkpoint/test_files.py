@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import embstore
-from embstore.checkpoint import files
+from embstore.checkpoint import drafts, files
 from embstore.checkpoint.drafts import exchange
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.manifest import Manifest
@@ -85,6 +85,27 @@ def test_what_is_written_durably_is_there(tmp_path, no_open_files):
     files.sync_folder(tmp_path)
     with pytest.raises(NotADirectoryError):
         files.sync_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_all_folders_are_durable_before_they_have_a_name_and_the_name_is_after(
+    tmp_path, monkeypatch, overwrite
+):
+    if overwrite:
+        (tmp_path / "target").mkdir()
+    draft = drafts.Draft(tmp_path / "target", overwrite=overwrite)
+    (draft.path / "a" / "b").mkdir(parents=True)
+    inode = draft.path.stat().st_ino
+    done = []  # what is synced, and whether the target was the draft by then
+
+    def sync(folder):
+        target = tmp_path / "target"
+        done.append((folder, target.exists() and target.stat().st_ino == inode))
+
+    monkeypatch.setattr(drafts, "sync_folder", sync)
+    draft.publish()
+    assert sorted(done[:-1]) == [(draft.path / part, False) for part in ("", "a", "a/b")]
+    assert done[-1] == (tmp_path, True)
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step_that_must_not_be_torn_apart():

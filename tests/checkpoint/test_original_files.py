@@ -18,6 +18,7 @@ KEYS = keys_of(1, 31)
 VALUES = np.random.default_rng(2).standard_normal((31, 5)).astype(np.float32)
 COUNTED = np.array([11, -7, 2**62, -(2**63), 0])
 SEEN = np.array([1, 2, 3, 4, 5])
+COUNTS_OF_USE = (("keys", np.int64), ("uses", np.uint32))  # files and what they hold
 
 
 def write_rows(folder: Path, rows: np.ndarray, **arguments: object) -> None:
@@ -90,6 +91,37 @@ def test_uses_of_rows_come_back(tmp_path: Path, layout: str) -> None:
         t.find_or_insert(np.arange(1000, 1060))
         assert t.contains(np.arange(50)).all() and not t.contains(np.arange(50, 100)).all()
     require_same(table, back)
+
+
+def test_uses_of_rows_that_a_load_overwrites_are_those_of_the_dump(tmp_path: Path) -> None:
+    table, back = make(evict_least_used=True), make(evict_least_used=True)
+    table.find_or_insert([1, 2, 3])  # once, twice, three times
+    table.find_or_insert([2, 3])
+    table.find_or_insert([3])
+    for _ in range(5):
+        back.find_or_insert([1, 2, 3])
+    embstore.dump(tmp_path / "d", {"model": {"user": table}})
+    embstore.load(tmp_path / "d", {"model": {"user": back}})
+    embstore.dump(tmp_path / "again", {"model": {"user": back}})
+    for folder in ("d", "again"):
+        keys, uses = (np.fromfile(tmp_path / folder / "model" / f"user_{n}", t) for n, t in COUNTS_OF_USE)
+        assert dict(zip(keys.tolist(), uses.tolist())) == {1: 1, 2: 2, 3: 3}
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_table_that_is_too_small_keeps_the_rows_that_are_worth_most(tmp_path: Path, counted: bool) -> None:
+    """Those used most, or where the dump does not say how often, those with the highest scores."""
+    table = make(evict_least_used=counted)
+    table.find_or_insert(np.arange(300))
+    for _ in range(2):
+        table.find_or_insert(np.arange(44))  # used most
+    table.find_or_insert(np.arange(256, 300))  # used last, and so placed last: without uses all are equal
+    embstore.dump(tmp_path, {"model": {"user": table}})
+    back = make(evict_least_used=True, init_capacity=128, max_capacity=128, bucket_capacity=128)
+    with pytest.warns(UserWarning):
+        embstore.load(tmp_path, {"model": {"user": back}})
+    best = np.arange(44) if counted else np.arange(256, 300)
+    assert len(back) == 128 and back.contains(best).all()
 
 
 # ---- how often keys were seen that have no row

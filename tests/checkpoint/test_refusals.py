@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from checkpoint.test_dump_and_load import write, write_original
 
 import embstore
 from embstore.checkpoint.fitting import Match
+from embstore.checkpoint.manifest import Manifest
 from embstore.checkpoint.parts import RowFile
 
 
@@ -98,6 +100,48 @@ def test_counters_that_are_none_are_refused_before_a_row_changes(tmp_path: Path)
         embstore.load(tmp_path, {"model": {"user": back}}, optim=True)
     require_same(before, back)
     assert (back.score, back.learning_rate) == (score, 0.1)
+
+
+@pytest.mark.parametrize(("name", "most"), [("iters", 2**62 - 1), ("step_score", 2**64 - 1)])
+def test_counters_of_the_original_end_where_those_of_a_table_do(tmp_path: Path, name: str, most: int) -> None:
+    table = make()
+    train(table, 2)
+    write_original(tmp_path / "model", "v2", table, now=0)
+    arguments = tmp_path / "model" / "user_opt_args.json"
+    document = json.loads(arguments.read_text())
+    arguments.write_text(json.dumps({**document, name: most}))
+    embstore.load(tmp_path, {"model": {"user": make()}}, optim=True)
+    arguments.write_text(json.dumps({**document, name: most + 1}))
+    back = make()
+    with pytest.raises(embstore.CheckpointError, match=f"{name} should be a number from 0 to {most} but is"):
+        embstore.load(tmp_path, {"model": {"user": back}}, optim=True)
+    assert len(back) == 0
+
+
+@pytest.mark.parametrize("name", ["seed", "score"])
+def test_seeds_and_scores_of_a_manifest_have_64_bits(tmp_path: Path, name: str) -> None:
+    dumped(tmp_path)
+    path = tmp_path / "model" / "embstore.json"
+    document = json.loads(path.read_text())
+    document["tables"]["user"][name] = 2**64 - 1
+    path.write_text(sealed(document))
+    spec = embstore.open_dump(tmp_path)["model"]["user"].spec
+    assert getattr(spec, name) == 2**64 - 1
+    document["tables"]["user"][name] = 2**64
+    path.write_text(sealed(document))
+    with pytest.raises(embstore.CheckpointError, match=f"{name} should be an integer from 0 to {2**64 - 1}"):
+        embstore.open_dump(tmp_path)
+
+
+def test_what_a_dump_says_about_itself_cannot_be_changed(tmp_path: Path) -> None:
+    """Its tables share it, and so do all that read them."""
+    dumped(tmp_path)
+    stored = embstore.open_dump(tmp_path)["model"]["user"]
+    for described in (stored.spec, stored.entry, Manifest.read(tmp_path / "model")):
+        assert described is not None
+        for field in fields(described):
+            with pytest.raises(FrozenInstanceError):
+                setattr(described, field.name, None)
 
 
 def test_an_empty_table_is_empty_again_when_rows_cannot_be_placed(

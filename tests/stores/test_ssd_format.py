@@ -13,6 +13,7 @@ from embstore.stores import SsdStore
 GOLDEN = Path(__file__).parent / "golden"
 CHUNK = "000000000000"
 KEYS = np.r_[np.arange(-50, 47), np.iinfo(np.int64).min, np.iinfo(np.int64).max]
+ROWS_OF_SEGMENT = (1 << 20) // 512 * 42  # of 12 bytes, in blocks of 512
 LIMITS = pytest.mark.timeout(20)  # a hang is what these look for
 
 
@@ -265,6 +266,65 @@ def test_a_snapshot_that_is_no_file_or_has_no_end_is_refused_and_keeps_its_rows(
     with opened(path) as store:
         store.load_snapshot("first")
         check(store, golden_rows("first"))
+
+
+def test_a_snapshot_may_name_as_many_rows_as_the_values_have_places(tmp_path):
+    path = copy_of(tmp_path, "ssd_2")
+    blocks = (path / "values" / f"value-{CHUNK}").stat().st_size // 512 + 1  # of which one may be cut off
+    index = path / f"snapshots/first/index-{CHUNK}"
+    for rows, said in ((42 * blocks, "does not match its checksum"), (42 * blocks + 1, "expected at most")):
+        os.truncate(index, 8 * rows)
+        with opened(path) as store, pytest.raises(RuntimeError, match=said):
+            store.load_snapshot("first")
+
+
+@pytest.mark.parametrize("row", [ROWS_OF_SEGMENT, 2**32 - 2, 2**32 - 1, 2**32, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("create", [True, False])
+def test_a_snapshot_that_names_rows_beyond_the_values_is_refused(tmp_path, row, create):
+    path = original(tmp_path)
+    np.array([0, row], np.uint64).tofile(path / f"snapshots/first/index-{CHUNK}")
+    with opened(path, create=create) as store:
+        with pytest.raises(RuntimeError, match=f"'first' .* names row {row}, which the values files do not"):
+            store.load_snapshot("first")
+        store.load_snapshot("second")
+        check(store, golden_rows("second"), scores_too=False)
+
+
+def test_a_snapshot_has_a_list_of_rows_for_each_chunk(tmp_path):
+    """Chunks of values are 4 GiB, here mostly holes; the second one begins with three rows."""
+    path = original(tmp_path)
+    first, more = (4 << 30) // 512 * 42, np.array([7001, 7002, 7003])
+    for folder, rows in (("values/value", rows_of(more, 9)), ("keys/key", more)):
+        rows.tofile(path / f"{folder}-000000000001")
+    os.truncate(path / "values/value-000000000001", 512)
+    np.arange(first, first + 3).tofile(path / "snapshots/first/index-000000000001")
+    (path / "snapshots/first/LIST").write_text(f"index-{CHUNK}\nindex-000000000001\n")
+    expected = golden_rows("first") | {k: (rows_of([k], 9)[0], 1) for k in more.tolist()}
+    with opened(path) as store:
+        store.load_snapshot("first")
+        check(store, expected, scores_too=False)
+        store.snapshot("again")
+        store.load_snapshot("again")
+        check(store, expected, scores_too=False)
+    again = path / "snapshots/again"
+    assert (again / "LIST").read_text() == (path / "snapshots/first/LIST").read_text()
+    for number, rows in enumerate((np.arange(len(KEYS)), np.arange(first, first + 3))):
+        np.testing.assert_array_equal(np.fromfile(again / f"index-{number:012}", np.uint64), rows)
+
+
+def test_a_draft_that_could_not_be_removed_is_in_nobodys_way(tmp_path):
+    with opened(tmp_path / "store") as store:
+        write_golden(store)
+        left = tmp_path / "store/snapshots/.unfinished-0"
+        left.mkdir()
+        (left / "index-000000000000").write_text("half")
+        store.delete_snapshot("first")
+        store.snapshot("third")
+        assert store.snapshots() == ["second", "third"]
+        store.load_snapshot("third")
+        check(store, golden_rows("second"))
+    with opened(tmp_path / "store"):  # removes it
+        assert not left.exists()
 
 
 @LIMITS

@@ -1,5 +1,6 @@
 """The SSD store against a dict: rows, snapshots, space, damage and everything that can go wrong."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -58,6 +59,28 @@ def test_a_store_holds_what_a_dict_holds(tmp_path, monkeypatch, width, block, di
                 assert key not in scanned
                 scanned[key] = True
         assert scanned.keys() == oracle.keys()
+
+
+def reads_past_the_page_cache(folder, block):
+    """Whether the file system lets a file be read in such blocks with O_DIRECT."""
+    page = mmap.mmap(-1, 4096)
+    try:
+        file = os.open(folder / "trial", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        try:
+            whole = os.pwritev(file, [page], 0) == os.preadv(file, [page], 0) == 4096
+            return whole and os.preadv(file, [memoryview(page)[:block]], 4096 - block) == block
+        finally:
+            os.close(file)
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("block", [512, 4096])
+def test_rows_are_read_past_the_page_cache_where_that_is_possible_and_wanted(tmp_path, block):
+    possible = reads_past_the_page_cache(tmp_path, block)
+    for direct in (True, False):
+        with SsdStore(tmp_path / str(direct), 8, physical_block_bytes=block, direct=direct) as store:
+            assert store.stats().direct == (direct and possible)
 
 
 def test_space_of_overwritten_rows_is_used_again(tmp_path):

@@ -34,7 +34,8 @@ class ForkGuard {
  private:
   struct Held;
   static Held*& held();
-  static void Register();  // the handlers, once
+  static bool Register();  // the handlers
+  static const bool kRegistered;
   static void Acquire(int seconds);
   static void BeforeFork();
   static void InParent();

@@ -74,7 +74,7 @@ def _counts_of(keys: Path, counts: Path, least: int) -> Counts:
         raise CheckpointError(
             f"{counts}: expected as many int64 as {keys.name} has keys, found {sizes[1]} bytes"
         )
-    read = [RowFile(path, "<i8", sizes[0] // 8, 1).read(0, sizes[0] // 8)[:, 0] for path in (keys, counts)]
+    read = [RowFile(path, "<i8", sizes[0] // 8, 1).all()[:, 0] for path in (keys, counts)]
     if (read[1] < least).any():
         raise CheckpointError(f"{counts}: frequencies should be at least {least} but one is: {read[1].min()}")
     return read[0], read[1]
@@ -95,7 +95,7 @@ def stored_counters(stored: DumpTable, file: str) -> Counters | None:
     if file not in stored.files():
         return None
     words = stored.files()[file]["bytes"] // 2
-    return RowFile(stored.folder / file, "<u2", words, 1).read(0, words)[:, 0]
+    return RowFile(stored.folder / file, "<u2", words, 1).all()[:, 0]
 
 
 def merged_counters(

@@ -35,7 +35,7 @@ def removed_keys(stored: DumpTable) -> npt.NDArray[np.int64]:
     if name not in stored.files():
         raise CheckpointError(f"{stored.folder / name}: is missing, the removed keys of an increment")
     rows = stored.files()[name]["bytes"] // 8
-    return RowFile(stored.folder / name, "<i8", rows, 1).read(0, rows)[:, 0]
+    return RowFile(stored.folder / name, "<i8", rows, 1).all()[:, 0]
 
 
 def all_keys(stored: DumpTable) -> npt.NDArray[np.int64]:

@@ -60,6 +60,9 @@ class RowFile:
             sums.setdefault(str(self.path), []).append((at, raw.nbytes, crc32(raw)))
         return array
 
+    def all(self) -> Array:
+        return self.read(0, self.shape[0])
+
     def _announce(self, fd: int, end: int) -> None:
         """Tells the kernel what is read next; each part once, since it looks up every page of it."""
         if not end <= self._announced <= end + self.AHEAD_BYTES:
@@ -131,7 +134,7 @@ class PartReader:
         path = self.part.state_keys.get(state)
         if path is None:
             return None
-        keys = RowFile(path, "<i8", file_size(path) // 8, 1).read(0, file_size(path) // 8)[:, 0]
+        keys = RowFile(path, "<i8", file_size(path) // 8, 1).all()[:, 0]
         ours = self.keys(0, self.part.rows)
         if np.array_equal(keys, ours):
             return None

@@ -237,11 +237,8 @@ class Publisher:
         elif all(report.is_closing for report in reports):
             return False
         elif reports[0].is_due and not any(report.is_closing for report in reports):
-            agreed = newest + self._ahead
-            if self._steps is not None and self._seconds is None:
-                agreed = max(agreed, self._last_step + self._steps)
             with self._lock:
-                self._agreed = agreed
+                self._agreed = newest + self._ahead
         return True
 
     def _disarm(self) -> None:

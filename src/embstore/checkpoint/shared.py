@@ -58,7 +58,7 @@ def stored_shared(stored: DumpTable) -> list[Rows] | None:
     for rank in range(world):
         name = shared_file(stored.name, rank, world)
         rows = stored.files()[name]["bytes"] // size if name in stored.files() else 0
-        found.append(from_records(RowFile(stored.folder / name, "u1", rows, size).read(0, rows), spec.dim))
+        found.append(from_records(RowFile(stored.folder / name, "u1", rows, size).all(), spec.dim))
     return found
 
 

@@ -144,7 +144,7 @@ class TableReader:
             path.name.removeprefix(f"{prefix}-"): open_array(path, FileKind.STATE, rows)
             for path in sorted(directory.glob(f"{prefix}-*-*"))
         }
-        self.keys: Array = keys.read(0, rows)[:, 0]
+        self.keys: Array = keys.all()[:, 0]
         score = directory / f"{prefix}-score"
         self._scores = open_array(score, FileKind.STATE, rows) if os.path.lexists(score) else None
         if self._scores is not None and rows and (self._scores.dtype, self._scores.shape[1]) != ("<u8", 1):
@@ -184,8 +184,7 @@ class TableReader:
         path = self._directory / part_file(self.prefix, kind, rank, world)
         if not os.path.lexists(path):
             return None
-        size = file_size(path)
-        return RowFile(path, "u1", size, 1).read(0, size)[:, 0]
+        return RowFile(path, "u1", file_size(path), 1).all()[:, 0]
 
     def engine_states(self) -> tuple[str, list[str]]:
         """The arithmetic of the engine whose states are all there, and the names of those states."""

@@ -1,0 +1,169 @@
+// A table over a store: what comes up, what goes down, and what changes meanwhile.
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "embstore/gradient.h"
+#include "embstore/store.h"
+#include "snapshot_oracle.h"
+#include "store_oracle.h"
+#include "table_oracle.h"
+
+namespace embstore {
+namespace {
+
+constexpr int64_t kDim = 5;
+
+// A memory store that counts scans and reads of keys, and does something before a read returns.
+class Watched final : public PassesOn {
+ public:
+  Watched() : PassesOn(MakeMemoryStore(kDim * 4, 0)) {}
+  void Get(std::span<const int64_t> keys, std::byte* rows, uint64_t* scores,
+           uint8_t* found) const override {
+    PassesOn::Get(keys, rows, scores, found);
+    for (const int64_t key : keys) ++reads[key];
+    const auto now =
+        std::exchange(before_return, nullptr);  // not in the reads that it makes itself
+    if (now) now();
+  }
+  std::unique_ptr<StoreScanner> Scan() const override {
+    ++scans;
+    return PassesOn::Scan();
+  }
+
+  mutable int scans = 0;
+  mutable std::map<int64_t, int> reads;
+  mutable std::function<void()> before_return;
+};
+
+struct Cache {
+  std::shared_ptr<Watched> store = std::make_shared<Watched>();
+  std::shared_ptr<Table> table;
+  int64_t next = 1000;  // keys from here on are new
+
+  Cache() {
+    TableOptions options = SmallTable(kDim, 128);
+    options.optimizer.kind = OptimizerKind::kSgd;
+    options.store = store;
+    table = Table::Create(options);
+  }
+
+  bool IsResident(int64_t key) const {
+    uint8_t resident = 0;
+    table->Resident({&key, 1}, &resident);
+    return resident;
+  }
+
+  void Set(int64_t key, float value) {
+    const std::vector<float> values(kDim, value);
+    table->Assign({&key, 1}, values.data(), nullptr, nullptr);
+  }
+
+  // Fills the table with keys that nobody has seen, so that all others are below.
+  void PushDown() {
+    LookUpOne(table, Range(next, next + 128));
+    LookUpOne(table, Range(next + 128, next + 256));
+    next += 256;
+  }
+
+  float ValueOf(int64_t key) const { return LookUpOne(table, {key}, Access::kReadZero).out[0]; }
+};
+
+TEST(A row that changes below while it is read ahead is read again and comes up) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.PushDown();
+  CHECK(!cache.IsResident(7));
+  cache.store->before_return = [&] {
+    cache.Set(7, 2.0f);
+    cache.PushDown();
+    CHECK(!cache.IsResident(7));
+  };
+  cache.table->Prefetch(std::vector<int64_t>{7});
+  CHECK(cache.IsResident(7));
+  CHECK_EQ(cache.ValueOf(7), 2.0f);
+}
+
+TEST(The end of one read ahead does not hide from another what has changed) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.Set(8, 1.0f);
+  cache.PushDown();
+  cache.store->before_return = [&] {
+    cache.Set(7, 2.0f);
+    cache.PushDown();
+    cache.table->Prefetch(std::vector<int64_t>{8});
+    CHECK(cache.IsResident(8) && !cache.IsResident(7));
+  };
+  cache.table->Prefetch(std::vector<int64_t>{7});
+  CHECK_EQ(cache.ValueOf(7), 2.0f);
+}
+
+TEST(What changed during an earlier read ahead is read once by the next) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.PushDown();
+  cache.store->before_return = [&] {
+    cache.Set(7, 2.0f);
+    cache.PushDown();
+  };
+  cache.table->Prefetch(std::vector<int64_t>{7});
+  cache.PushDown();
+  CHECK(!cache.IsResident(7));
+  cache.store->reads.clear();
+  cache.table->Prefetch(std::vector<int64_t>{7});
+  CHECK_EQ(cache.store->reads[7], 1);
+  CHECK_EQ(cache.ValueOf(7), 2.0f);
+}
+
+TEST(The keys below are listed once for a snapshot) {
+  Cache cache;
+  cache.PushDown();
+  cache.PushDown();
+  Snapshot snapshot(cache.table);
+  cache.store->scans = 0;
+  CHECK_EQ(snapshot.rows(), 512);
+  CHECK_EQ(Rest(snapshot).size(), size_t{512});
+  CHECK_EQ(snapshot.rows(), 512);
+  CHECK_EQ(cache.store->scans, 1);
+}
+
+TEST(All keys of a batch have rows of their own where it has more than the table) {
+  Cache cache;
+  const std::vector<int64_t> keys = Range(1, 301);
+  {
+    const Forward forward = LookUpOne(cache.table, keys);
+    std::vector<float> gradients(keys.size() * kDim, 0.5f);
+    GradientRequest request;
+    request.slots = forward.result.slots.get();
+    request.gradients.base = gradients.data();
+    request.gradients.stride = kDim;
+    request.step.learning_rate = 1.0f;
+    ApplyGradients({&request, 1});
+    for (size_t i = 0; i < keys.size(); ++i) {
+      CHECK_EQ(forward.out[i * kDim], DebugValue(keys[i]));
+    }
+  }
+  cache.PushDown();
+  for (const int64_t key : keys) CHECK_EQ(cache.ValueOf(key), DebugValue(key) - 0.5f);
+}
+
+TEST(A key below that is erased twice in one call counts once) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.Set(8, 1.0f);
+  cache.PushDown();
+  cache.Set(8, 2.0f);
+  CHECK_EQ(cache.table->Erase(std::vector<int64_t>{7, 8, 7, 9, 8, 7}), 2);
+  CHECK_EQ(CountFound(*cache.table, {7, 8, 9}), 0);
+}
+
+}  // namespace
+}  // namespace embstore
+
+TEST_MAIN()
