@@ -45,7 +45,14 @@ CPP = {
         "hash.cpp",
     ),
     "eviction": ("table_insert.cpp", "table_victims.cpp", "victim_queues.cpp", "victims.inc")
-    + ("pinned_rows.cpp", "row_heap.cpp", "table_admission.cpp", "admission.cpp", "frequency_sketch.cpp", "expiry.cpp")
+    + (
+        "pinned_rows.cpp",
+        "row_heap.cpp",
+        "table_admission.cpp",
+        "admission.cpp",
+        "frequency_sketch.cpp",
+        "expiry.cpp",
+    )
     + ("budget.cpp", "score_clock.cpp", "importance.cpp"),
     "reduce": ("gradient.cpp", "grouping.cpp", "segment_sum.inc"),
     "store": ("store.cpp", "tiered_store.cpp", "ssd_store.cpp", "ssd_segments.cpp", "ssd_files.cpp")
