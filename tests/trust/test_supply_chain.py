@@ -32,7 +32,7 @@ def wanted() -> list[Requirement]:
     """What the Makefile installs for `make setup`."""
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     lists = dict(re.findall(r"^PIP_([\w-]+) := (.*)$", text, re.M))
-    del lists["docs"]
+    del lists["docs"], lists["peers"]
     return [Requirement(word) for words in lists.values() for word in words.split() if word != "--no-deps"]
 
 
