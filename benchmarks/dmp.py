@@ -2,9 +2,7 @@
 
 26 features with a table each, dim 32, 4,096 samples of 10 ids a rank, forward and backward with the update.
 Both models live in the same processes and step in turns. A static table gets row numbers, a dynamic one those
-numbers scattered over int64. Two ranks have one thread each, as there are two cores. Each is bound to one, as
-mpirun does: the scheduler likes to put the threads of gloo, which read and write the sockets of both ranks,
-on one core.
+numbers scattered over int64. Two ranks have one thread each, as there are two cores.
 
 Two ranks are compared with one that has the same work for itself. Two such dynamic models side by side, which
 exchange nothing, show what the machine allows.
@@ -191,9 +189,6 @@ def serve(task: dict[str, Any]) -> None:
     torch.set_num_threads(task["threads"])
     embstore.set_num_threads(task["threads"])
     world, rank = task["world"], task["rank"]
-    cores = sorted(os.sched_getaffinity(0))
-    if 1 < world * task["threads"] <= len(cores):  # before gloo starts its threads
-        os.sched_setaffinity(0, cores[rank * task["threads"] :][: task["threads"]])
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(task["store"], world),
