@@ -172,7 +172,7 @@ class Watch:
     """Whether a process group hangs. The clock does not tell: on a busy machine it may only be waiting for a
     processor, and would count as a mutant that was noticed. CPU time has a limit of its own.
 
-    A thread that only looks at something now and then, for ever, does not count as work."""
+    A thread that only looks at something now and then, without end, does not count as work."""
 
     def __init__(self, group: int) -> None:
         self._group = group

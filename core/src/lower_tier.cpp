@@ -48,8 +48,7 @@ std::vector<uint32_t> FetchedRows::NumbersOf(std::span<const uint32_t> first) co
   numbers.reserve(first.size());
   uint32_t number = 0;
   for (const uint32_t position : first) {
-    while (first_[number] != position) ++number;
-    assert(number < first_.size());
+    for (; first_[number] != position; ++number) assert(number + 1 < first_.size());
     numbers.push_back(number);
   }
   return numbers;

@@ -284,7 +284,7 @@ class Stepping(threading.Thread):
     """Steps until something is raised."""
 
     def __init__(self, publisher: Publisher) -> None:
-        super().__init__(daemon=True)  # it may wait for ever: that is what these tests are about
+        super().__init__(daemon=True)  # it may never end: that is what these tests are about
         self._publisher = publisher
         self.raised: list[BaseException] = []
         self.start()
