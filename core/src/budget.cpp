@@ -112,8 +112,8 @@ void Table::EvictSmallest(int64_t count) {
   });
   count = std::min(count, std::ssize(entries));
   const auto rank = [&](const IndexEntry& e) { return std::pair(Worth(e), HashKey(e.key)); };
-  std::nth_element(entries.begin(), entries.begin() + count, entries.end(),
-                   [&](const IndexEntry& a, const IndexEntry& b) { return rank(a) < rank(b); });
+  std::partial_sort(entries.begin(), entries.begin() + count, entries.end(),
+                    [&](const IndexEntry& a, const IndexEntry& b) { return rank(a) < rank(b); });
   std::vector<Evicted> evicted;
   for (int64_t i = 0; i < count; ++i) {
     const IndexEntry& entry = entries[static_cast<size_t>(i)];

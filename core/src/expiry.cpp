@@ -35,7 +35,8 @@ int64_t Table::Sweep(uint64_t min_score) {
   return expired;
 }
 
-// The keys whose last use, here or below, has a smaller score.
+// The keys whose last use, here or below, has a smaller score; sorted, so that free rows do not
+// depend on where the index keeps a key.
 std::vector<int64_t> Table::OldKeys(uint64_t min_score) const {
   std::vector<int64_t> old;
   std::unordered_set<int64_t> unused;  // brought up by a Prefetch: only the store knows their score
@@ -47,7 +48,10 @@ std::vector<int64_t> Table::OldKeys(uint64_t min_score) const {
       old.push_back(entry.key);
     }
   });
-  if (!below_.exists()) return old;
+  if (!below_.exists()) {
+    std::sort(old.begin(), old.end());
+    return old;
+  }
   const auto scanner = below_.store().Scan();
   StoredRows block;
   for (scanner->Next(kRowsAtOnce, block); !block.keys.empty(); scanner->Next(kRowsAtOnce, block)) {
@@ -62,7 +66,7 @@ std::vector<int64_t> Table::OldKeys(uint64_t min_score) const {
     }
   }
   old.insert(old.end(), unused.begin(), unused.end());
-  std::sort(old.begin(), old.end());  // the order of a hash set is nobody's
+  std::sort(old.begin(), old.end());
   return old;
 }
 

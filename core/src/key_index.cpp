@@ -333,27 +333,82 @@ void KeyIndex::Erase(Slot slot) {
     return;
   }
   const int64_t group = slot / kGroup, bucket = group / bucket_groups_;
-  IndexGroup* const first = v.groups + bucket * bucket_groups_;
-  const auto anchor_of = [&](uint64_t h) {
-    const Anchor a = HomeOf(h, v);
-    return a.bucket == bucket ? a : SecondOf(h, LayoutOf(h, v), bucket_groups_);
-  };
-  const Anchor anchor = anchor_of(hash);
   if (home.bucket != bucket) leave_elsewhere();
   v.groups[group].keys[slot % kGroup] = 0;
   v.groups[group].scores[slot % kGroup] = 0;
+  Leave(group, AnchorIn(bucket, hash));
+}
+
+// The group of the bucket where the search for one of its keys starts.
+uint32_t KeyIndex::AnchorIn(int64_t bucket, uint64_t hash) const {
+  const IndexLayout& layout = LayoutAt(hash);
+  const Anchor home = AnchorOf(hash, layout.buckets, bucket_groups_);
+  return home.bucket == bucket ? home.group : SecondOf(hash, layout, bucket_groups_).group;
+}
+
+// A key has left the group. Its anchor keeps naming the block if another of its keys is there.
+void KeyIndex::Leave(int64_t group, uint32_t anchor) {
+  const int64_t bucket = group / bucket_groups_;
+  IndexGroup* const first = groups() + bucket * bucket_groups_;
   const auto in_bucket = static_cast<uint32_t>(group - bucket * bucket_groups_);
-  if (in_bucket == anchor.group) return;
-  // The anchor keeps naming the block if another of its keys is there.
+  if (in_bucket == anchor) return;
   const uint32_t block = in_bucket >> block_bits_;
   const uint32_t end = std::min((block + 1) << block_bits_, bucket_groups_);
   for (uint32_t g = block << block_bits_; g < end; ++g) {
-    if (g == anchor.group) continue;
+    if (g == anchor) continue;
     for (int64_t at = 0; at < kGroup; ++at) {
-      if (first[g].scores[at] && anchor_of(Hash(first[g].keys[at])).group == anchor.group) return;
+      if (first[g].scores[at] && AnchorIn(bucket, Hash(first[g].keys[at])) == anchor) return;
     }
   }
-  first[anchor.group].away &= ~(1u << block);
+  first[anchor].away &= ~(1u << block);
+}
+
+bool KeyIndex::BringHome(uint64_t hash) {
+  const Place place = HomeAt(hash);
+  IndexGroup* const first = groups() + place.bucket * bucket_groups_;
+  IndexGroup& home = first[place.group];
+  const auto is_native = [&](int64_t key) {
+    const Place its = HomeAt(Hash(key));
+    return its.bucket == place.bucket && its.group == place.group;
+  };
+  // The one that is away with the highest score.
+  uint32_t from = 0;
+  int64_t slot = -1;
+  uint64_t highest = 0;
+  for (uint32_t blocks = home.away % IndexGroup::kElsewhere; blocks; blocks &= blocks - 1) {
+    uint32_t g = static_cast<uint32_t>(std::countr_zero(blocks)) << block_bits_;
+    const uint32_t end = std::min(g + (1u << block_bits_), bucket_groups_);
+    for (; g < end; ++g) {
+      if (g == place.group) continue;
+      for (int64_t at = 0; at < kGroup; ++at) {
+        if (first[g].scores[at] <= highest || !is_native(first[g].keys[at])) continue;
+        from = g;
+        slot = at;
+        highest = first[g].scores[at];
+      }
+    }
+  }
+  // The one that makes room: none, one that is not at home either, or the one with the lowest
+  // score.
+  int64_t to = -1;
+  for (int64_t at = 0; at < kGroup; ++at) {
+    const uint64_t score = home.scores[at] && is_native(home.keys[at]) ? home.scores[at] : 0;
+    if (score >= highest) continue;
+    to = at;
+    highest = score;
+  }
+  if (slot < 0 || to < 0) return false;
+  std::swap(home.keys[to], first[from].keys[slot]);
+  std::swap(home.scores[to], first[from].scores[slot]);
+  std::swap(home.rows[to], first[from].rows[slot]);
+  const int64_t bucket = place.bucket * bucket_groups_;
+  if (first[from].scores[slot]) {
+    const uint32_t anchor = AnchorIn(place.bucket, Hash(first[from].keys[slot]));
+    if (anchor != from) first[anchor].away |= 1u << (from >> block_bits_);
+    Leave(bucket + place.group, anchor);
+  }
+  Leave(bucket + from, place.group);
+  return true;
 }
 
 void KeyIndex::PutBack(Slot slot, const IndexEntry& entry) {

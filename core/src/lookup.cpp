@@ -395,6 +395,7 @@ std::vector<LookupResult> LookUp(std::span<const LookupRequest> requests, Access
     requests[i].table->NoteAnnounced(*lists.back(), scores[i]);  // before the lock is released
   }
   Run(works, access);
+  for (const LookupRequest& request : requests) request.table->BringHome();
   for (size_t i = 0; i < works.size(); ++i) {
     results[i] = {std::move(lists[i]), works[i].refused};
   }

@@ -68,9 +68,8 @@ void Table::BeforeUpdate(const SlotList& list, std::span<const Occurrence> sorte
 // A hit changes the score too, so its row is announced first; in pieces, whose part of the index is
 // in the nearest caches when the scores are renewed. While a piece is searched, the marks of the
 // one before come from memory.
-int64_t Table::FindAndAnnounce(std::span<const int64_t> keys, Row* rows, BatchScore score,
-                               bool alone) {
-  const IndexView view = index();
+int64_t Table::FindAndAnnounce(const IndexView& view, std::span<const int64_t> keys, Row* rows,
+                               BatchScore score, bool alone) {
   const auto n = static_cast<int64_t>(keys.size());
   constexpr int64_t kPiece = 256;
   Slot slots[2][kPiece];
@@ -92,7 +91,8 @@ int64_t Table::FindAndAnnounce(std::span<const int64_t> keys, Row* rows, BatchSc
 
 // Scores are set, so one above those that were there when the newest watcher came says that its row
 // has been announced: only the others are asked for. They are few after some batches.
-int64_t Table::FindAnnounced(std::span<const int64_t> keys, Row* rows, BatchScore score) {
+int64_t Table::FindAnnounced(const IndexView& view, std::span<const int64_t> keys, Row* rows,
+                             BatchScore score) {
   constexpr int64_t kPiece = 1024;
   uint32_t positions[kPiece];
   Slot slots[kPiece];
@@ -102,7 +102,7 @@ int64_t Table::FindAnnounced(std::span<const int64_t> keys, Row* rows, BatchScor
   for (int64_t begin = 0; begin < n; begin += kPiece) {
     PostponedHits hits{unannounced_through_, positions, slots};
     missing += ActiveKernels().find_announced(
-        index(), keys.data() + begin, std::min(kPiece, n - begin), rows + begin, score.score, hits);
+        view, keys.data() + begin, std::min(kPiece, n - begin), rows + begin, score.score, hits);
     for (int64_t i = 0; i < hits.count; ++i) {
       postponed_rows[i] = rows[begin + positions[i]];
       if (snapshot_) snapshot_->Prefetch(postponed_rows[i]);

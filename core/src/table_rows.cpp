@@ -160,24 +160,30 @@ void Table::CountUses(const Row* rows, int64_t n) {
 }
 
 int64_t Table::FindHere(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone) {
-  const auto find = ActiveKernels().find;
-  const IndexView view = index();
   const auto n = static_cast<int64_t>(keys.size());
-  if (score.update == ScoreUpdate::kKeep || !watched()) {
-    const int64_t missing =
-        find(view, keys.data(), n, nullptr, rows, score.update, score.score, alone || RunsAlone());
-    AfterUse(rows, n, score);
-    return missing;
+  IndexView view = index();
+  if (score.update == ScoreUpdate::kKeep) {
+    return ActiveKernels().find(view, keys.data(), n, nullptr, rows, score.update, 0, alone);
   }
-  const int64_t missing = score.update == ScoreUpdate::kSet
-                              ? FindAnnounced(keys, rows, score)
-                              : FindAndAnnounce(keys, rows, score, alone);
-  AfterUse(rows, n, score);
+  constexpr int64_t kKeysForEach = 512;  // to bring more of them home costs more than it gains
+  AwayHits away;
+  away.most = static_cast<int>(std::min<int64_t>(n / kKeysForEach + 1, AwayHits::kMost));
+  view.away_hits = &away;
+  int64_t missing;
+  if (!watched()) {
+    missing = ActiveKernels().find(view, keys.data(), n, nullptr, rows, score.update, score.score,
+                                   alone || RunsAlone());
+  } else if (score.update == ScoreUpdate::kSet) {
+    missing = FindAnnounced(view, keys, rows, score);
+  } else {
+    missing = FindAndAnnounce(view, keys, rows, score, alone);
+  }
+  away_keys_.Add(away);
+  AfterUse(rows, n);
   return missing;
 }
 
-void Table::AfterUse(const Row* rows, int64_t n, BatchScore score) {
-  if (score.update == ScoreUpdate::kKeep) return;
+void Table::AfterUse(const Row* rows, int64_t n) {
   if (counts_apart()) CountUses(rows, n);
   if (!tracks_dirty() || options_.ttl == 0) return;
   for (int64_t i = 0; i < n; ++i) {

@@ -46,6 +46,14 @@ struct OverflowEntry {
 inline constexpr Slot kFirstOverflowSlot = 0x7f000000;
 inline constexpr int64_t kMostOverflowEntries = int64_t{1} << 24;
 
+// Some of the keys that a probe found, but not in their home group.
+struct AwayHits {
+  static constexpr int kMost = 4;
+  int most = kMost;
+  int count = 0;
+  int64_t keys[kMost];
+};
+
 // What the probe needs of a KeyIndex.
 struct IndexView {
   IndexGroup* groups = nullptr;
@@ -57,6 +65,7 @@ struct IndexView {
   const uint32_t* overflow_places = nullptr;  // number + 1, 0 is free; a power of two, or null
   uint64_t overflow_mask = 0;
   HashSecret overflow_secret;
+  AwayHits* away_hits = nullptr;  // null: nobody asks
 
   uint64_t& score(Slot slot) const {
     if (slot >= kFirstOverflowSlot) return overflow[slot - kFirstOverflowSlot].score;

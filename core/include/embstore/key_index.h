@@ -14,7 +14,7 @@
 // fails for want of a place, and nobody can choose keys that are hard to find there. The secret is
 // in no result: the list keeps the order in which keys came and went. A group knows which blocks of
 // the bucket hold its other keys (IndexGroup::away), so a hit at home and most misses cost one
-// line, other hits one or two more.
+// line, other hits one or two more. BringHome lets a frequent key change places with a rare one.
 //
 // The index grows one stripe after the other, from the last to the first: 16 buckets become 18,
 // later 21, 24, 28, and at 32 each stripe becomes two. Keys stay in their stripe and only the
@@ -140,6 +140,10 @@ class KeyIndex {
   }
 
   void Erase(Slot slot);  // size() stays; other slots of the overflow area may change
+  // Among the keys with the home group of this hash, the one with the highest score that is away
+  // comes home, to a free slot or in exchange for a key that is not at home there or has a lower
+  // score. Slots change. False if there was none.
+  bool BringHome(uint64_t hash);
   // Undoes an Erase. REQUIRES: whatever was inserted since has been erased.
   void PutBack(Slot slot, const IndexEntry& entry);
   void AddSize(int64_t delta) { size_ += delta; }
@@ -215,6 +219,8 @@ class KeyIndex {
   };
   Place HomeAt(uint64_t hash) const;
 
+  uint32_t AnchorIn(int64_t bucket, uint64_t hash) const;
+  void Leave(int64_t group, uint32_t anchor);
   bool PutNear(IndexGroup* groups, int64_t bucket, uint32_t group, const IndexEntry& entry) const;
   bool InsertInto(IndexGroup* groups, const IndexLayout& layout, const IndexEntry& entry,
                   uint64_t hash) const;

@@ -37,6 +37,7 @@
 #include <vector>
 
 #include "embstore/admission.h"
+#include "embstore/away_keys.h"
 #include "embstore/changes.h"
 #include "embstore/frequency_sketch.h"
 #include "embstore/initializer.h"
@@ -262,6 +263,7 @@ class Table : public std::enable_shared_from_this<Table> {
   // Whether threads that share a batch should call FindAll instead of FindHere. Scores that add up
   // would else need atomic additions, and threads would wait for each other at the frequent keys.
   bool FindsDivided(BatchScore score) const;
+  void BringHome() { away_keys_.BringHome(*index_); }  // after a training batch
   void RequireScore() const { clock_.RequireScore(); }
   MissSampler* miss_sampler() { return miss_sampler_.get(); }  // or null
   // Erases what has outlived options().ttl, from time to time. `now` is the score of the batch.
@@ -422,10 +424,12 @@ class Table : public std::enable_shared_from_this<Table> {
   }
   uint32_t uses(Row row) const { return counts_apart() ? uses_[static_cast<size_t>(row)] : 0; }
   void CountUses(const Row* rows, int64_t n);
-  void AfterUse(const Row* rows, int64_t n, BatchScore score);
+  void AfterUse(const Row* rows, int64_t n);
   // FindHere of a watched table.
-  int64_t FindAndAnnounce(std::span<const int64_t> keys, Row* rows, BatchScore score, bool alone);
-  int64_t FindAnnounced(std::span<const int64_t> keys, Row* rows, BatchScore score);
+  int64_t FindAndAnnounce(const IndexView& view, std::span<const int64_t> keys, Row* rows,
+                          BatchScore score, bool alone);
+  int64_t FindAnnounced(const IndexView& view, std::span<const int64_t> keys, Row* rows,
+                        BatchScore score);
   void AnnounceHits(std::span<const Slot> slots, const Row* rows, BatchScore score, bool alone);
   void BeginToWatch();  // called for every watcher, before it misses anything
   bool evicts() const { return options_.score_strategy != ScoreStrategy::kNoEviction; }
@@ -493,6 +497,7 @@ class Table : public std::enable_shared_from_this<Table> {
   mutable RwLock lock_;
   bool lost_in_fork_ = false;
   std::optional<KeyIndex> index_;  // empty once closed
+  AwayKeys away_keys_;
   RowHeap rows_;
   int64_t row_limit_ = 0;     // rows at most
   int64_t row_capacity_ = 0;  // row numbers are below it
