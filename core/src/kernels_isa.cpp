@@ -447,7 +447,7 @@ extern const Kernels kKernels;
 const Kernels kKernels = {EMBSTORE_NAME_OF(EMBSTORE_ISA),
                           Find,
                           FindAnnounced,
-                          Divide,
+                          Select,
                           Collect,
                           Smallest,
                           Gather,

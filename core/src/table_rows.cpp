@@ -121,30 +121,22 @@ bool Table::FindsDivided(BatchScore score) const {
 // Each thread finds the keys of one range of hashes, so no two read or write the same part of the
 // index. All threads hash all keys, which takes less time than handing keys over to each other.
 void Table::FindDivided(std::span<const int64_t> keys, Row* rows, BatchScore score) {
-  constexpr size_t kPiece = 4096;
-  constexpr int kMostParts = 256;
+  constexpr size_t kPiece = 2048, kPadding = 8;
   const size_t n = keys.size(), pieces = (n + kPiece - 1) / kPiece;
-  const int parts = std::min(NumThreads(), kMostParts);
+  const auto parts = static_cast<uint32_t>(NumThreads());
   ParallelFor(parts, [&](int64_t part) {
-    uint8_t part_of[kPiece];
-    int64_t own[kPiece];
-    uint16_t place[kPiece];
+    int64_t own[kPiece + kPadding];
+    uint32_t positions[kPiece + kPadding];
     Row found[kPiece];
     for (size_t i = 0; i < pieces; ++i) {
       // Threads begin at different pieces, so that they do not write to the same lines of `rows`.
-      const size_t piece =
-          (i + static_cast<size_t>(part) * pieces / static_cast<size_t>(parts)) % pieces;
+      const size_t piece = (i + static_cast<size_t>(part) * pieces / parts) % pieces;
       const size_t begin = piece * kPiece, m = std::min(kPiece, n - begin);
-      ActiveKernels().divide(index_->secret(), &keys[begin], static_cast<int64_t>(m),
-                             static_cast<uint32_t>(parts), part_of);
-      size_t count = 0;
-      for (size_t j = 0; j < m; ++j) {
-        own[count] = keys[begin + j];
-        place[count] = static_cast<uint16_t>(j);
-        count += part_of[j] == part;
-      }
+      const auto count = static_cast<size_t>(
+          ActiveKernels().select(index_->secret(), &keys[begin], static_cast<int64_t>(m),
+                                 {static_cast<uint32_t>(part), parts}, own, positions));
       FindHere({own, count}, found, score, /*alone=*/true);
-      for (size_t j = 0; j < count; ++j) rows[begin + place[j]] = found[j];
+      for (size_t j = 0; j < count; ++j) rows[begin + positions[j]] = found[j];
     }
   });
 }

@@ -400,6 +400,32 @@ TEST(Options that cannot work are named with their value) {
   }
 }
 
+TEST(The parts of a batch hold each key once, in order, by the ranges of their hashes) {
+  const HashSecret secret = SecretOf(3);
+  for (const Kernels* kernels : AvailableKernels()) {
+    for (const int64_t n : {0, 1, 7, 8, 9, 1000}) {
+      for (const uint32_t parts : {1u, 2u, 3u, 1024u}) {
+        const std::vector<int64_t> keys = RandomKeys(n, 11);
+        std::vector<int64_t> selected(keys.size() + 8);
+        std::vector<uint32_t> positions(keys.size() + 8);
+        std::set<uint32_t> seen;
+        for (uint32_t part = 0; part < parts; ++part) {
+          const int64_t count = kernels->select(secret, keys.data(), n, {part, parts},
+                                                selected.data(), positions.data());
+          CHECK(std::is_sorted(positions.begin(), positions.begin() + count));
+          for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+            CHECK(seen.insert(positions[i]).second);
+            CHECK_EQ(selected[i], keys[positions[i]]);
+            const auto leading = static_cast<uint32_t>(KeyedHash(selected[i], secret) >> 32);
+            CHECK_EQ(uint64_t{leading} * parts >> 32, part);
+          }
+        }
+        CHECK_EQ(std::ssize(seen), n);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace embstore
 

@@ -55,6 +55,11 @@ struct Occurrence {
   uint32_t index;
 };
 
+// One of so many equal ranges of hashes.
+struct HashPart {
+  uint32_t part, parts;
+};
+
 // Hits whose scores up to `through` were left as they are, until a snapshot or a set of changes has
 // heard of them.
 struct PostponedHits {
@@ -81,9 +86,10 @@ struct Kernels {
   int64_t (*find_announced)(const IndexView& index, const int64_t* keys, int64_t n, Row* rows,
                             uint64_t score, PostponedHits& postponed);
 
-  // part[i] = which of `parts` (256 at most) equal ranges of hashes keys[i] is in.
-  void (*divide)(const HashSecret& secret, const int64_t* keys, int64_t n, uint32_t parts,
-                 uint8_t* part);
+  // Which of the keys are of this part, and their positions; returns how many. Up to eight more are
+  // written.
+  int64_t (*select)(const HashSecret& secret, const int64_t* keys, int64_t n, const HashPart& of,
+                    int64_t* selected, uint32_t* positions);
 
   // Appends to `out`, which has `count` entries, those of n groups whose keys are in the range and
   // whose score is from 1 to `most`. Returns how many it has then; up to seven more are written.
