@@ -22,10 +22,12 @@ using namespace nb::literals;
 namespace embstore {
 namespace {
 
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> EmptyBytes(size_t bytes) {
-  auto* buffer = new RecycledBuffer(bytes);
+// An array that is not initialised, in a recycled buffer.
+template <typename T, typename... Sizes>
+nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Sizes)>> Empty(Sizes... shape) {
+  auto* buffer = new RecycledBuffer(sizeof(T) * (... * shape));
   nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<RecycledBuffer*>(p); });
-  return {buffer->as<uint8_t>(), {bytes}, owner};
+  return {buffer->as<T>(), {shape...}, owner};
 }
 
 void OwnersOf(uintptr_t keys, int64_t n, uint32_t world, int ownership, uintptr_t out,
@@ -55,8 +57,10 @@ NB_MODULE(_core, m) {
   m.def("set_num_threads", &SetNumThreads, "threads"_a);
   m.def("get_num_threads", &NumThreads);
   m.def("isa", [] { return std::string(ActiveKernels().name); });
-  m.def("empty_bytes", &EmptyBytes, "bytes"_a,
+  m.def("empty_bytes", &Empty<uint8_t, size_t>, "bytes"_a,
         "Uninitialised bytes from the engine's recycled buffers.");
+  m.def("empty_floats", &Empty<float, size_t, size_t>, "rows"_a, "columns"_a,
+        "The same as float32 (rows, columns).");
   m.def("idle_pool_bytes", &IdleBufferBytes);
   m.def("owners", &OwnersOf, "keys"_a, "n"_a, "world"_a, "ownership"_a, "out"_a, "rows"_a = 0,
         nb::call_guard<nb::gil_scoped_release>());

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 Array = Any  # numpy.ndarray or torch.Tensor
+_INT64 = np.dtype(np.int64)  # numpy compares two of these faster than one with a type
 
 
 def is_tensor(value: object) -> bool:
@@ -63,6 +64,8 @@ class Keys:
 
 def as_keys(keys: object, name: str = "keys") -> Keys:
     """Accepts integers of any width in a tensor, an array or a sequence; a shape is kept."""
+    if type(keys) is np.ndarray and keys.ndim and keys.dtype == _INT64 and keys.flags.c_contiguous:
+        return Keys(keys, address(keys), keys.size, keys.shape, None)
     if is_tensor(keys):
         return _tensor_keys(keys, name)
     array = np.asarray(keys)
@@ -127,10 +130,9 @@ def as_scores(scores: object, n: int, name: str = "scores") -> npt.NDArray[np.ui
     return np.ascontiguousarray(array).astype(np.uint64, copy=False)
 
 
-def empty_floats(*shape: int) -> npt.NDArray[np.float32]:
+def empty_floats(rows: int, columns: int) -> npt.NDArray[np.float32]:
     """A float32 array from the engine's pool of recycled outputs, not initialised."""
-    count = int(np.prod(shape, dtype=np.int64))
-    return _core.empty_bytes(4 * count).view(np.float32).reshape(shape)
+    return _core.empty_floats(rows, columns)
 
 
 @cache

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,7 @@ class Pooling(enum.IntEnum):
     MEAN = 2
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Keys (n) of a table. Pooled: also offsets (samples + 1), which the engine checks."""
 
     table: Table
@@ -56,6 +54,9 @@ def look_up(requests: Sequence[Request], access: Access) -> list[npt.NDArray[np.
 
 def _passes(tables: Sequence[Table]) -> Iterator[list[int]]:
     """The numbers of all tables, in groups in which no table comes twice."""
+    if len(tables) == 1:
+        yield [0]
+        return
     waiting = list(range(len(tables)))
     while waiting:
         first = list({id(tables[i]): i for i in reversed(waiting)}.values())
@@ -100,8 +101,7 @@ def _one_pass(requests: Sequence[Request], access: Access) -> list[npt.NDArray[n
     return outs
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """Gradients (n, dim) of keys (n) of a table. With offsets (samples + 1) they are those of the sums of the
     keys of each sample: (samples, dim)."""
 

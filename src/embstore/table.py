@@ -174,8 +174,9 @@ class Table(TableOverStore):
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        replace(self.options.optimizer, lr=value)  # validates
-        self._learning_rate = float(value)
+        if value != self._learning_rate:  # a loop sets it before every step
+            replace(self.options.optimizer, lr=value)  # validates
+            self._learning_rate = float(value)
 
     def __len__(self) -> int:
         return self._core.size()
