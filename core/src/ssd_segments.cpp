@@ -1,15 +1,16 @@
-// How the rows of an SSD store reach the files, and how their places are reused.
+// How the rows of an SSD store reach the files.
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <shared_mutex>
 
 #include "embstore/parallel.h"
 #include "file_io.h"
+#include "invariant.h"
 #include "ssd_store_impl.h"
 
 namespace embstore {
 namespace {
-
-constexpr int64_t kKeysAhead = 16;
 
 std::unique_ptr<std::byte, SegmentBuffer::Free> AlignedBytes(int64_t bytes) {
   constexpr size_t kAlignment = 4096;
@@ -118,6 +119,7 @@ void SsdStoreImpl::OpenSegment() {
     buffer->rows = buffer->flushed_blocks = buffer->synced_blocks = 0;
   }
   const bool reuse = !free_.empty();
+  buffer->again = reuse;
   buffer->segment = reuse ? *free_.begin() : static_cast<int64_t>(segments_.size());
   if (layout_.FirstRow(buffer->segment) + layout_.rows_per_segment() >= int64_t{kNoRow}) {
     throw InvalidState(Describe() + " has no more places: it can hold 2^32 rows, garbage included");
@@ -142,6 +144,8 @@ void SsdStoreImpl::GrowSegments(size_t count) {
   for (std::vector<int64_t>& retired : retired_) {
     if (retired.capacity() < count) retired.reserve(std::max(count, 2 * segments_.size()));
   }
+  named_.resize(static_cast<size_t>(
+      (layout_.FirstRow(static_cast<int64_t>(count)) + kNamedPerWord - 1) / kNamedPerWord));
   segments_.resize(count);
 }
 
@@ -196,6 +200,9 @@ void SsdStoreImpl::Append(std::span<const int64_t> keys, const std::byte* const*
     });
     to.rows = first + end;
     for (int64_t i = begin; i < end; ++i) {
+      if (current && i + kKeysAhead < end && entries[i + kKeysAhead]) {
+        __builtin_prefetch(&named_[entries[i + kKeysAhead]->row / kNamedPerWord], 1);
+      }
       const int64_t key = keys[static_cast<size_t>(i)];
       SsdIndex::Entry* const entry = current ? entries[i] : index_.Find(key);
       // A new key may move others, and may come again.
@@ -215,12 +222,14 @@ void SsdStoreImpl::Name(SsdIndex::Entry* entry, int64_t key, uint32_t row, uint3
   }
   entry->row = row;
   entry->checksum = checksum;
+  named_[row / kNamedPerWord] |= uint64_t{1} << row % kNamedPerWord;
   ++segments_[static_cast<size_t>(open_->segment)].live;
 }
 
 void SsdStoreImpl::Release(uint32_t row) {
   const int64_t number = layout_.SegmentOf(row);
   Segment& segment = segments_[static_cast<size_t>(number)];
+  named_[row / kNamedPerWord] &= ~(uint64_t{1} << row % kNamedPerWord);
   if (--segment.live == 0) Retire(number);
 }
 
@@ -269,7 +278,7 @@ void SsdStoreImpl::WriteSegment(const SegmentBuffer& buffer) {
   write(SsdFiles::kValues, buffer.values.get() + buffer.flushed_blocks * layout_.block_bytes,
         static_cast<size_t>((blocks - buffer.flushed_blocks) * layout_.block_bytes),
         layout_.ValueOffset(row));
-  if (!files_->direct()) {
+  if (!files_->direct() && !buffer.again) {
     files_->Touch(SsdFiles::kValues, chunk, layout_.ValueOffset(row),
                   (blocks - buffer.flushed_blocks) * layout_.block_bytes);
   }
@@ -321,7 +330,7 @@ void SsdStoreImpl::SyncRows() {
 
 void SsdStoreImpl::RewriteSegment(int64_t number) {
   LiveRows live;
-  ReadLive(number, live);
+  ReadLive(number, live, /*whole=*/true);
   SegmentRows& rows = live.segment;
   SegmentBuffer buffer;
   buffer.segment = number;
@@ -334,15 +343,17 @@ void SsdStoreImpl::RewriteSegment(int64_t number) {
   WriteSegment(buffer);
 }
 
-void SsdStoreImpl::ReadSegment(int64_t number, SegmentRows& rows) const {
+void SsdStoreImpl::ReadSegment(int64_t number, SegmentRows& rows, bool with_values) const {
   if (!rows.values) rows.values = AlignedBytes(layout_.segment_bytes());
   rows.scores.clear();
   rows.checksums.clear();
   const auto buffered = in_memory_.find(number);
   if (buffered != in_memory_.end()) {
     const SegmentBuffer& buffer = *buffered->second;
-    std::memcpy(rows.values.get(), buffer.values.get(),
-                static_cast<size_t>(layout_.segment_bytes()));
+    if (with_values) {
+      std::memcpy(rows.values.get(), buffer.values.get(),
+                  static_cast<size_t>(layout_.segment_bytes()));
+    }
     rows.keys.assign(buffer.keys.begin(), buffer.keys.begin() + buffer.rows);
     for (int64_t i = 0; i < buffer.rows; ++i) {
       rows.scores.push_back(buffer.meta[static_cast<size_t>(i)].score);
@@ -360,8 +371,10 @@ void SsdStoreImpl::ReadSegment(int64_t number, SegmentRows& rows) const {
     return true;
   };
   const auto places = static_cast<size_t>(segment.blocks * layout_.rows_per_block);
-  read(SsdFiles::kValues, rows.values.get(),
-       static_cast<size_t>(segment.blocks * layout_.block_bytes), layout_.ValueOffset(row));
+  if (with_values) {
+    read(SsdFiles::kValues, rows.values.get(),
+         static_cast<size_t>(segment.blocks * layout_.block_bytes), layout_.ValueOffset(row));
+  }
   // The key and meta files may end early, with the last row of a segment that is not full.
   std::vector<std::byte> raw(places * static_cast<size_t>(layout_.key_bytes));
   const auto kept = [&](SsdFiles::Kind kind, size_t width) {
@@ -395,101 +408,48 @@ void SsdStoreImpl::ReadSegment(int64_t number, SegmentRows& rows) const {
   }
 }
 
-// The segments to empty, at most `limit` of those with the fewest live rows: none while less than
-// half of the places are garbage.
-std::vector<int64_t> SsdStoreImpl::PickVictims(int64_t limit) const {
-  constexpr int64_t kSlackSegments = 8;
-  int64_t places = 0, live = 0;
-  std::vector<int64_t> victims;
-  const auto live_rows = [&](int64_t number) {
-    return int64_t{segments_[static_cast<size_t>(number)].live};
-  };
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    const Segment& segment = segments_[i];
-    if (segment.state != State::kWritten || segment.checkpoints || segment.damaged) continue;
-    places += layout_.rows_per_segment();
-    live += segment.live;
-    victims.push_back(static_cast<int64_t>(i));
-  }
-  const auto count = std::min(limit, static_cast<int64_t>(victims.size()));
-  std::partial_sort(victims.begin(), victims.begin() + count, victims.end(),
-                    [&](int64_t a, int64_t b) { return live_rows(a) < live_rows(b); });
-  int64_t taken = 0;
-  while (taken < count && places > 2 * live + kSlackSegments * layout_.rows_per_segment()) {
-    places -= layout_.rows_per_segment();
-    live -= live_rows(victims[static_cast<size_t>(taken++)]);
-  }
-  victims.resize(static_cast<size_t>(taken));
-  return victims;
-}
-
-// Never throws: the caller's rows are stored, whatever happens to others. A Get reports what cannot
-// be read, and the next Put what cannot be written.
-void SsdStoreImpl::Compact(int64_t limit) noexcept {
-  if (scanners_.load() > 0) return;
-  try {
-    for (int64_t victim : PickVictims(limit)) {
-      try {
-        ReadLive(victim, moving_);
-      } catch (const std::runtime_error&) {
-        segments_[static_cast<size_t>(victim)].damaged = true;
-        continue;
-      }
-      Empty(victim, moving_);
-    }
-  } catch (const std::exception&) {
-  }
-}
-
-// The rows of a segment that the index names, verified.
-void SsdStoreImpl::ReadLive(int64_t number, LiveRows& live) {
-  ReadSegment(number, live.segment);
-  live.keys.clear();
-  live.scores.clear();
-  live.rows.clear();
-  live.checksums.clear();
-  live.entries.clear();
-  const SegmentRows& rows = live.segment;
-  const int64_t first = layout_.FirstRow(number);
-  for (size_t i = 0; i < rows.keys.size(); ++i) {
-    if (i + size_t{kKeysAhead} < rows.keys.size()) index_.Prefetch(rows.keys[i + kKeysAhead]);
-    const auto row = static_cast<uint32_t>(first + static_cast<int64_t>(i));
-    SsdIndex::Entry* entry = index_.Find(rows.keys[i]);
-    if (!entry || entry->row != row) continue;
-    live.rows.push_back(rows.values.get() + layout_.PlaceOffset(static_cast<int64_t>(i)));
-    Verify(row, entry->checksum, rows.keys[i], live.rows.back());
-    VerifyScore(row, entry->checksum, {rows.scores[i], rows.checksums[i]});
-    live.keys.push_back(rows.keys[i]);
-    live.scores.push_back(rows.scores[i]);
-    live.checksums.push_back(entry->checksum);
-    live.entries.push_back(entry);
-  }
-  if (live.keys.size() != segments_[static_cast<size_t>(number)].live) {
-    throw InvalidState(Describe() + " is damaged: segment " + std::to_string(number) +
-                       " should hold " +
-                       std::to_string(segments_[static_cast<size_t>(number)].live) +
-                       " live rows but holds " + std::to_string(live.keys.size()));
-  }
-}
-
-void SsdStoreImpl::Empty(int64_t number, const LiveRows& live) {
-  Append(live.keys, live.rows.data(), live.scores.data(),
-         {live.checksums.data(), live.entries.data()});
-  moved_rows_ += static_cast<int64_t>(live.keys.size());
-  // A segment without live rows was not retired by the last row that left it.
-  if (segments_[static_cast<size_t>(number)].state == State::kWritten) Retire(number);
-}
-
 void SsdStoreImpl::ForgetRows() {
   writer_->Abandon();
   open_ = nullptr;
   in_memory_.clear();
   index_ = SsdIndex();
+  std::fill(named_.begin(), named_.end(), uint64_t{0});
   for (size_t i = 0; i < segments_.size(); ++i) {
     Segment& segment = segments_[i];
     segment.live = 0;
     if (segment.state == State::kInMemory) segment.state = State::kWritten;
     Retire(static_cast<int64_t>(i));
+  }
+}
+
+void SsdStoreImpl::CheckInvariants() const {
+  RequireProcess();
+  std::shared_lock guard(lock_);
+  RequireUsable();
+  std::vector<uint32_t> live(segments_.size(), 0);
+  int64_t keys = 0;
+  index_.ForEach([&](const SsdIndex::Entry& entry) {
+    ++keys;
+    RequireInvariant(index_.Find(entry.key) == &entry, "a key is found where it lies");
+    const auto number = static_cast<size_t>(layout_.SegmentOf(entry.row));
+    RequireInvariant(number < live.size(), "a row lies in a segment");
+    ++live[number];
+    RequireInvariant(IsNamed(entry.row), "a row that the index names is marked");
+  });
+  int64_t named = 0;
+  for (const uint64_t word : named_) named += std::popcount(word);
+  RequireInvariant(named == keys, "no other row is marked");
+  RequireInvariant(keys == index_.size(), "size() counts the keys");
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    const Segment& segment = segments_[i];
+    const auto number = static_cast<int64_t>(i);
+    RequireInvariant(segment.live == live[i], "a segment counts the rows that the index names");
+    RequireInvariant(segment.state != State::kFree || (!segment.live && !segment.checkpoints),
+                     "nothing names rows of a free segment");
+    RequireInvariant((segment.state == State::kInMemory) == in_memory_.contains(number),
+                     "a segment in memory has a buffer");
+    RequireInvariant(segment.state == State::kFree || !free_.contains(number),
+                     "a segment that is used again is free");
   }
 }
 

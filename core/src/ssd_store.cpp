@@ -12,7 +12,6 @@
 #include "embstore/memory.h"
 #include "embstore/parallel.h"
 #include "file_io.h"
-#include "invariant.h"
 #include "mapped_read.h"
 #include "ssd_store_impl.h"
 
@@ -21,7 +20,6 @@ namespace {
 
 constexpr int64_t kKeysPerTask = 2048;
 constexpr int64_t kReadsPerTask = 256;
-constexpr int64_t kKeysAhead = 16;
 constexpr int kQueueDepth = 128;
 
 }  // namespace
@@ -469,33 +467,6 @@ std::unique_ptr<KeyScanner> SsdStoreImpl::ScanKeys() const {
 
 std::unique_ptr<StoreScanner> SsdStoreImpl::Scan() const {
   return std::make_unique<SsdScanner>(*this);
-}
-
-void SsdStoreImpl::CheckInvariants() const {
-  RequireProcess();
-  std::shared_lock guard(lock_);
-  RequireUsable();
-  std::vector<uint32_t> live(segments_.size(), 0);
-  int64_t keys = 0;
-  index_.ForEach([&](const SsdIndex::Entry& entry) {
-    ++keys;
-    RequireInvariant(index_.Find(entry.key) == &entry, "a key is found where it lies");
-    const auto number = static_cast<size_t>(layout_.SegmentOf(entry.row));
-    RequireInvariant(number < live.size(), "a row lies in a segment");
-    ++live[number];
-  });
-  RequireInvariant(keys == index_.size(), "size() counts the keys");
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    const Segment& segment = segments_[i];
-    const auto number = static_cast<int64_t>(i);
-    RequireInvariant(segment.live == live[i], "a segment counts the rows that the index names");
-    RequireInvariant(segment.state != State::kFree || (!segment.live && !segment.checkpoints),
-                     "nothing names rows of a free segment");
-    RequireInvariant((segment.state == State::kInMemory) == in_memory_.contains(number),
-                     "a segment in memory has a buffer");
-    RequireInvariant(segment.state == State::kFree || !free_.contains(number),
-                     "a segment that is used again is free");
-  }
 }
 
 }  // namespace embstore

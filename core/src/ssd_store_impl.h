@@ -1,5 +1,6 @@
 // The parts of an SSD store. ssd_store.cpp reads and writes rows, ssd_segments.cpp moves them to
-// the files and reuses their places, ssd_checkpoint.cpp keeps what survives the process.
+// the files, ssd_compaction.cpp reuses their places, ssd_checkpoint.cpp keeps what survives the
+// process.
 #pragma once
 
 #include <sys/types.h>
@@ -26,6 +27,8 @@
 
 namespace embstore {
 
+inline constexpr int64_t kKeysAhead = 16;  // whose entries are prefetched
+
 // The checksum covers the key too, so that a damaged key file is noticed.
 inline uint32_t RowChecksum(int64_t key, const std::byte* row, int64_t bytes) {
   return Crc32(Crc32(0, &key, sizeof(key)), row, static_cast<size_t>(bytes));
@@ -40,6 +43,7 @@ struct SegmentBuffer {
   int64_t rows = 0;            // places taken
   int64_t flushed_blocks = 0;  // already in the files
   int64_t synced_blocks = 0;   // durable as well
+  bool again = false;          // the segment was in the files before
   std::unique_ptr<std::byte, Free> values;
   std::vector<int64_t> keys;
   std::vector<RowMeta> meta;
@@ -121,6 +125,7 @@ class SsdStoreImpl final : public SsdStore {
   };
   struct LiveRows {  // those of them that the index names
     SegmentRows segment;
+    std::vector<int64_t> places;
     std::vector<int64_t> keys;
     std::vector<uint64_t> scores;
     std::vector<const std::byte*> rows;
@@ -174,12 +179,18 @@ class SsdStoreImpl final : public SsdStore {
   void RewriteSegment(int64_t segment);
   void WriteSegment(const SegmentBuffer& buffer);
   // `rows` and `live` are replaced; their memory is used again.
-  void ReadSegment(int64_t segment, SegmentRows& rows) const;
-  void ReadLive(int64_t segment, LiveRows& live);
+  void ReadSegment(int64_t segment, SegmentRows& rows, bool with_values = true) const;
+  void ForgetRows();
+  static constexpr int64_t kNamedPerWord = 64;
+  bool IsNamed(int64_t row) const {
+    return named_[static_cast<size_t>(row / kNamedPerWord)] >> row % kNamedPerWord & 1;
+  }
+
+  // ssd_compaction.cpp
   void Compact(int64_t limit) noexcept;
   std::vector<int64_t> PickVictims(int64_t limit) const;
+  void ReadLive(int64_t segment, LiveRows& live, bool whole);
   void Empty(int64_t segment, const LiveRows& live);
-  void ForgetRows();
 
   // ssd_checkpoint.cpp
   struct CheckpointRows {
@@ -210,6 +221,7 @@ class SsdStoreImpl final : public SsdStore {
   FileLock reading_;  // of a store that only reads: the checkpoint that it has loaded
   SsdIndex index_;
   std::vector<Segment> segments_;
+  std::vector<uint64_t> named_;  // a bit for each row of the segments: the index names it
   std::set<int64_t> free_;
   // Segments that nothing names any more, but that a reader may still be reading. Readers count
   // themselves in the generation in which they looked up their rows. What was retired in the other

@@ -347,6 +347,19 @@ TEST(A disk that fails in compaction fails no put) {
   }
 }
 
+TEST(Compaction of mapped files needs no read of whole segments) {
+  const TemporaryDirectory directory;
+  SsdStoreOptions options = Options(directory, 4096);
+  options.direct = false;
+  const auto store = SsdStore::Open(options);
+  Oracle oracle;
+  Fail({"pread", "/values/", EIO, 1});
+  Churn(*store, oracle, 1, 80, 3000, 1000);
+  CHECK(store->stats().moved_rows > 0);
+  CHECK(!AllHappened());
+  CheckHolds(*store, oracle);
+}
+
 TEST(A put moves no more rows than a few times its own) {
   const TemporaryDirectory directory;
   const auto store = SsdStore::Open(Options(directory, 4096));
