@@ -200,12 +200,13 @@ void ServedTable::ReadMissing(int64_t key, float* out) const {
   initializer_->FillRounded(key, options_.table_dtype, {out, static_cast<size_t>(dim)});
 }
 
-// A pipeline of three steps, a block of keys apart, so that memory loads overlap: prefetch the
-// lines of the index; find the rows and prefetch them; copy them.
+// A pipeline of four steps, a block of keys apart, so that memory loads overlap: prefetch the home
+// lines of the index; find the rows and prefetch them; find those whose key is on a later line;
+// copy them.
 void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
                             uint8_t* found) const {
   struct Block {
-    const ServedIndex::Line *home[kBlock], *above[kBlock];
+    const ServedIndex::Line *home[kBlock], *above[kBlock], *next[kBlock];
     const std::byte* rows[kBlock];
   } ring[4];
   const ServedIndex *base = base_.get(), *overlay = overlay_.get();
@@ -214,7 +215,10 @@ void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t 
   const bool plain = options_.dtype == ServedDType::kFloat32;
   const int64_t blocks = (n + kBlock - 1) / kBlock;
   const auto end = [&](int64_t block) { return std::min(kBlock, n - block * kBlock); };
-  for (int64_t step = 0; step < blocks + 2; ++step) {
+  const auto row_of = [&](const uint32_t* row) {
+    return row && *row != ServedIndex::kRemoved ? RowAt(*row) : nullptr;
+  };
+  for (int64_t step = 0; step < blocks + 3; ++step) {
     if (step < blocks) {
       Block& at = ring[step % 4];
       const int64_t* wanted = keys + step * kBlock;
@@ -229,9 +233,11 @@ void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t 
       Block& at = ring[block % 4];
       const int64_t* wanted = keys + block * kBlock;
       for (int64_t i = 0, m = end(block); i < m; ++i) {
-        const uint32_t* row = at.above[i] ? overlay->Find(wanted[i], at.above[i]) : nullptr;
-        if (!row) row = base->Find(wanted[i], at.home[i]);
-        at.rows[i] = row && *row != ServedIndex::kRemoved ? RowAt(*row) : nullptr;
+        ServedIndex::Hint hint{nullptr, nullptr};
+        if (at.above[i]) hint.row = overlay->Find(wanted[i], at.above[i]);
+        if (!hint.row) hint = base->FindAt(wanted[i], at.home[i]);
+        at.rows[i] = row_of(hint.row);
+        __builtin_prefetch(at.next[i] = hint.next);
       }
       // Close together, so that the addresses of several rows are translated at a time.
       for (int64_t i = 0, m = end(block); i < m; ++i) __builtin_prefetch(at.rows[i]);
@@ -239,7 +245,15 @@ void ServedTable::ReadRange(const int64_t* keys, int64_t n, float* out, int64_t 
         for (int64_t b = 64; b < fetched_bytes; b += 64) __builtin_prefetch(at.rows[i] + b);
       }
     }
-    if (const int64_t block = step - 2; block >= 0) {
+    if (const int64_t block = step - 2; block >= 0 && block < blocks) {
+      Block& at = ring[block % 4];
+      for (int64_t i = 0, m = end(block); i < m; ++i) {
+        if (!at.next[i]) continue;
+        at.rows[i] = row_of(base->Find(keys[block * kBlock + i], at.next[i]));
+        __builtin_prefetch(at.rows[i]);
+      }
+    }
+    if (const int64_t block = step - 3; block >= 0) {
       const Block& at = ring[block % 4];
       for (int64_t i = 0, m = end(block); i < m; ++i) {
         const std::byte* row = at.rows[i];

@@ -98,19 +98,27 @@ class ServedIndex {
     const uint64_t bits = FilterBits(hash);
     return (filter_[FilterWord(hash)] & bits) == bits;
   }
-  // The row, or null. `home` is HomeOf(key), which callers prefetch.
-  const uint32_t* Find(int64_t key, const Line* home) const {
-    for (const Line* line = home;;) {
-      // Without branches: which of the entries it is nobody can predict.
-      unsigned matches = 0;
-      for (int i = 0; i < Line::kEntries; ++i) {
-        matches |= static_cast<unsigned>(line->keys[i] == key) << i;
-      }
-      matches &= (1u << line->count) - 1;
-      if (matches) return &line->rows[std::countr_zero(matches)];
-      if (!line->passed) return nullptr;
-      if (++line == lines_ + lines_count_) line = lines_;
+  // What one line says of a key: its row, or else the line to go on with, if there is one.
+  struct Hint {
+    const uint32_t* row;
+    const Line* next;
+  };
+  Hint FindAt(int64_t key, const Line* line) const {
+    // Without branches: which of the entries it is nobody can predict.
+    unsigned matches = 0;
+    for (int i = 0; i < Line::kEntries; ++i) {
+      matches |= static_cast<unsigned>(line->keys[i] == key) << i;
     }
+    matches &= (1u << line->count) - 1;
+    if (matches) return {&line->rows[std::countr_zero(matches)], nullptr};
+    if (!line->passed) return {nullptr, nullptr};
+    return {nullptr, ++line == lines_ + lines_count_ ? lines_ : line};
+  }
+  // The row, or null. `from` is HomeOf(key), which callers prefetch, or a line that it led to.
+  const uint32_t* Find(int64_t key, const Line* from) const {
+    Hint hint = FindAt(key, from);
+    while (hint.next) hint = FindAt(key, hint.next);
+    return hint.row;
   }
   const uint32_t* Find(int64_t key) const { return Find(key, HomeOf(key)); }
 
