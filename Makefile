@@ -189,7 +189,7 @@ sanitize: setup  ## the C++ tests under ASan + UBSan, then under TSan
 	  $(BIN)/ctest --test-dir build/asan --output-on-failure --no-tests=ignore -j $(JOBS)
 	$(call step,build with TSan,$(BIN)/cmake -S . -B build/tsan $(SANITIZE) \
 	  -DEMBSTORE_SANITIZE=thread && $(BIN)/cmake --build build/tsan)
-	@TSAN_OPTIONS=halt_on_error=1 $(NO_RANDOM) \
+	@TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 $(NO_RANDOM) \
 	  $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=ignore
 
 # What moves most memory: operations at random, damaged files, stores, threads. The runtime of C++ is loaded first, for

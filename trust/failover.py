@@ -145,12 +145,14 @@ class Load:
         from embstore.stores.redis.store import RedisStore
 
         options = f"timeout={CALL_SECONDS}s&retry_limit={RETRY_LIMIT}&prefix=f"
-        self._store = RedisStore(f"{url}&{options}", table="t", tensor_bytes=[ROW_BYTES])
         self._keys = np.arange(KEYS_PER_THREAD * WRITERS) * 7919 - 1_000_000
         self.tried = np.zeros(len(self._keys), np.int64)  # the newest version that was sent
         self.acknowledged = np.zeros(len(self._keys), np.int64)
         self.calls = self.raised = 0
         self.errors: list[str] = []
+        self._store = self._call(  # on a busy machine, servers may not answer in time
+            lambda: RedisStore(f"{url}&{options}", table="t", tensor_bytes=[ROW_BYTES])
+        )
         self._end = threading.Event()
         works = [*(lambda w=w: self._write(w) for w in range(WRITERS)), self._read]
         self._threads = [threading.Thread(target=self._checked, args=(work,)) for work in works]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import random
 import secrets
@@ -49,6 +50,7 @@ class Rank:
         if self.process == 0:
             with contextlib.suppress(BaseException):
                 os.close(self.pipe)
+                faulthandler.register(signal.SIGALRM, chain=True)  # says where it hangs
                 signal.alarm(RUN_SECONDS)  # a hang ends with SIGALRM
 
                 def say(what: str) -> None:
@@ -147,7 +149,7 @@ def undisturbed(world: int, folder: Path, way: str) -> tuple[list[Rank], str]:
     end(ranks, host)
     assert host is not None
     found = {tuple(words) for rank in ranks for words in rank.lines("rows")}
-    assert len(found) == 1, [rank.said[-1:] for rank in ranks]
+    assert len(found) == 1, [(rank.said[-1:], f"signal {rank.ended_by}") for rank in ranks]
     return ranks, found.pop()[0]
 
 

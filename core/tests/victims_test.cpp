@@ -1,6 +1,7 @@
 // Queues of victims, against a search of all rows.
 #include <algorithm>
 #include <cstdint>
+#include <ctime>
 #include <deque>
 #include <map>
 #include <memory>
@@ -311,6 +312,92 @@ TEST(A table with queues evicts what a search of all rows would) {
       }
     }
   }
+}
+
+TEST(The victim is the smallest of its class or of the next class nearby that has one to give) {
+  struct Case {
+    int64_t capacity, bucket;
+    int class_bits;
+  };
+  for (const auto& [capacity, bucket, class_bits] :
+       {Case{1024, 128, 0}, {1025, 128, 3}, {4100, 128, 5}, {4097, 512, 3}, {9000, 128, 6}}) {
+    TableOptions options = SmallTable(1, capacity);
+    options.index.bucket_capacity = bucket;
+    const HashSecret secret = SecretOf(options.index.seed);
+    const auto class_of = [&](int64_t key) {
+      return class_bits ? KeyedHash(key, secret) >> (64 - class_bits) : 0;
+    };
+    const size_t nearby = size_t{1} << std::min(class_bits, 3);
+    const auto table = Table::Create(options);
+    for (int64_t key = 0; key < capacity; key += 200) {  // so that scores differ
+      LookUpOne(table, Range(key, std::min(key + 200, capacity)));
+    }
+    std::mt19937_64 random(static_cast<uint64_t>(capacity));
+    int64_t newcomer = capacity;
+    for (int round = 0; round < 40; ++round) {
+      std::map<int64_t, RowValues> rows = AllRows(*table);
+      CHECK_EQ(std::ssize(rows), capacity);
+      const auto is_near = [&](int64_t key) {
+        return class_of(key) / nearby == class_of(newcomer) / nearby;
+      };
+      while (!is_near(rows.begin()->first) && round % 4) ++newcomer;
+      // A few that the batch does not name, most of them nearby; another live batch has some.
+      const uint64_t keys_nearby = nearby * static_cast<uint64_t>(capacity) >> class_bits;
+      std::vector<int64_t> batch;
+      std::set<int64_t> spare, lived;
+      for (const auto& [key, row] : rows) {
+        if (random() % (is_near(key) ? keys_nearby : static_cast<uint64_t>(capacity)) > 2) {
+          batch.push_back(key);
+        } else {
+          spare.insert(key);
+          if (random() % 2) lived.insert(key);
+        }
+      }
+      const Forward live = LookUpOne(table, {lived.begin(), lived.end()});
+      rows = AllRows(*table);
+      const auto victim = [&](bool of_others) {
+        for (size_t step = 0; step < nearby; ++step) {
+          const size_t own = class_of(newcomer);
+          const size_t in_class = own / nearby * nearby + (own + step) % nearby;
+          std::map<Rank, int64_t> found;
+          for (const int64_t key : spare) {
+            if (class_of(key) != in_class || lived.contains(key) != of_others) continue;
+            found[VictimQueues::RankOf({rows[key].score, key})] = key;
+          }
+          if (!found.empty()) return found.begin()->second;
+        }
+        return newcomer;  // there is none
+      };
+      const int64_t free = victim(false), gone = free != newcomer ? free : victim(true);
+      batch.push_back(newcomer);
+      CHECK_EQ(LookUpOne(table, batch).result.refused, gone == newcomer);
+      CHECK_EQ(CountFound(*table, {gone}), 0);
+      CHECK_EQ(CountFound(*table, {newcomer}), gone != newcomer);
+      ++newcomer;
+    }
+  }
+}
+
+// By CPU time: a busy machine is slow anyway.
+TEST(One search of a class finds many victims) {
+  constexpr int64_t kKeys = 16384, kSearches = 64, kVictims = 8192;
+  TableOptions options = SmallTable(2, kKeys);
+  options.index.bucket_capacity = kKeys;  // one class
+  Twins twins(options);
+  twins.Batch(Range(0, kKeys), 1, 0);
+  std::clock_t searches = 0;
+  for (int64_t key = kKeys; key < kKeys + kSearches; ++key) {
+    twins.MakeForget();
+    const std::clock_t begin = std::clock();
+    LookUpOne(twins.searching, {key});
+    searches += std::clock() - begin;
+  }
+  const std::vector<int64_t> newcomers = Range(kKeys, kKeys + kVictims);
+  const std::clock_t begin = std::clock();
+  LookUpOne(twins.table, newcomers);
+  CHECK(2 * (std::clock() - begin) < searches * (kVictims / kSearches));
+  CHECK_EQ(twins.table->stats().evictions, kVictims);
+  SetNumThreads(2);
 }
 
 TEST(A batch never takes the rows that it has found) {

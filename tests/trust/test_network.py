@@ -3,16 +3,19 @@ dies."""
 
 import re
 import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import process_groups
 import pytest
-from redis_server import MISSING
+from redis_server import MISSING, RedisServer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from trust import hosts
+from trust.failover import Load
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.multirank
@@ -48,3 +51,18 @@ def test_a_store_over_a_wire_that_delays_loses_and_breaks_keeps_what_it_acknowle
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="needs redis-cli")
 def test_a_cluster_that_replaces_a_killed_master_under_load_keeps_what_was_replicated():
     assert "replaced after" in run("trust.failover", "--kind", "cluster-kill", "--rounds", "1")
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_the_load_of_a_failover_opens_its_store_again_when_servers_do_not_answer_in_time(tmp_path):
+    server = RedisServer(tmp_path).start()
+    again = threading.Timer(6, server.signal, [signal.SIGCONT])
+    try:
+        server.signal(signal.SIGSTOP)
+        again.start()
+        load = Load(f"redis://{server.where}/?db=0")
+        assert load.raised >= 1 and not load.errors
+        assert not load.versions().any()
+    finally:
+        again.cancel()
+        server.stop()
