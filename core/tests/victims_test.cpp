@@ -1,7 +1,6 @@
 // Queues of victims, against a search of all rows.
 #include <algorithm>
 #include <cstdint>
-#include <ctime>
 #include <deque>
 #include <map>
 #include <memory>
@@ -376,28 +375,6 @@ TEST(The victim is the smallest of its class or of the next class nearby that ha
       ++newcomer;
     }
   }
-}
-
-// By CPU time: a busy machine is slow anyway.
-TEST(One search of a class finds many victims) {
-  constexpr int64_t kKeys = 16384, kSearches = 64, kVictims = 8192;
-  TableOptions options = SmallTable(2, kKeys);
-  options.index.bucket_capacity = kKeys;  // one class
-  Twins twins(options);
-  twins.Batch(Range(0, kKeys), 1, 0);
-  std::clock_t searches = 0;
-  for (int64_t key = kKeys; key < kKeys + kSearches; ++key) {
-    twins.MakeForget();
-    const std::clock_t begin = std::clock();
-    LookUpOne(twins.searching, {key});
-    searches += std::clock() - begin;
-  }
-  const std::vector<int64_t> newcomers = Range(kKeys, kKeys + kVictims);
-  const std::clock_t begin = std::clock();
-  LookUpOne(twins.table, newcomers);
-  CHECK(2 * (std::clock() - begin) < searches * (kVictims / kSearches));
-  CHECK_EQ(twins.table->stats().evictions, kVictims);
-  SetNumThreads(2);
 }
 
 TEST(A batch never takes the rows that it has found) {
