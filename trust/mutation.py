@@ -38,6 +38,7 @@ COSTS = (0.2, 0.6, 2.0, 10.0, math.inf)  # all mutants meet the cheapest tests f
 CPP = {
     "index": (
         "key_index.cpp",
+        "away_keys.cpp",
         "index_growth.cpp",
         "overflow_area.cpp",
         "probe.inc",
@@ -56,7 +57,7 @@ CPP = {
     + ("budget.cpp", "score_clock.cpp", "importance.cpp"),
     "reduce": ("gradient.cpp", "grouping.cpp", "segment_sum.inc"),
     "store": ("store.cpp", "tiered_store.cpp", "ssd_store.cpp", "ssd_segments.cpp", "ssd_files.cpp")
-    + ("ssd_index.cpp", "ssd_checkpoint.cpp", "lower_tier.cpp", "table_store.cpp"),
+    + ("ssd_compaction.cpp", "ssd_index.cpp", "ssd_checkpoint.cpp", "lower_tier.cpp", "table_store.cpp"),
     "format": ("checksum.cpp", "snapshot.cpp", "change_snapshot.cpp"),
 }
 PYTHON = {"format": ("src/embstore/formats", "src/embstore/checkpoint")}

@@ -30,9 +30,8 @@ void VictimQueues::Fill(size_t in_class, Candidates& all, bool none_left_out) {
 
 void VictimQueues::Remove(size_t in_class, int at) {
   uint8_t& count = counts_[in_class];
-  assert(at >= 0 && at < count && count != kUnknown);
+  assert(count != kUnknown && at >= 0 && at < count - held(in_class));
   Entry* const entries = queue(in_class).entries;
-  if (at >= count - held(in_class)) SetHeld(in_class, held(in_class) - 1);
   std::copy(entries + at + 1, entries + count, entries + at);
   --count;
 }

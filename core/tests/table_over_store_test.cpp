@@ -35,8 +35,10 @@ class Watched final : public PassesOn {
     ++scans;
     return PassesOn::Scan();
   }
+  void Flush() override { ++flushes; }
 
   mutable int scans = 0;
+  int flushes = 0;
   mutable std::map<int64_t, int> reads;
   mutable std::function<void()> before_return;
 };
@@ -46,10 +48,12 @@ struct Cache {
   std::shared_ptr<Table> table;
   int64_t next = 1000;  // keys from here on are new
 
-  Cache() {
+  explicit Cache(ScoreStrategy strategy = ScoreStrategy::kStep, uint64_t ttl = 0) {
     TableOptions options = SmallTable(kDim, 128);
     options.optimizer.kind = OptimizerKind::kSgd;
     options.store = store;
+    options.score_strategy = strategy;
+    options.ttl = ttl;
     table = Table::Create(options);
   }
 
@@ -69,6 +73,22 @@ struct Cache {
     LookUpOne(table, Range(next, next + 128));
     LookUpOne(table, Range(next + 128, next + 256));
     next += 256;
+  }
+
+  uint64_t ScoreBelow(int64_t key) const {
+    std::vector<std::byte> row(kDim * 4);
+    uint64_t score = 0;
+    uint8_t found = 0;
+    store->Get({&key, 1}, row.data(), &score, &found);
+    return found ? score : 0;
+  }
+
+  uint64_t ScoreOf(int64_t key) const {
+    uint64_t score = 0;
+    uint8_t found = 0;
+    std::vector<float> value(kDim);
+    table->Read({&key, 1}, value.data(), nullptr, &score, &found);
+    return found ? score : 0;
   }
 
   float ValueOf(int64_t key) const { return LookUpOne(table, {key}, Access::kReadZero).out[0]; }
@@ -161,6 +181,78 @@ TEST(A key below that is erased twice in one call counts once) {
   cache.Set(8, 2.0f);
   CHECK_EQ(cache.table->Erase(std::vector<int64_t>{7, 8, 7, 9, 8, 7}), 2);
   CHECK_EQ(CountFound(*cache.table, {7, 8, 9}), 0);
+}
+
+TEST(A row that comes up for training tells the store when it was last used, where rows expire) {
+  Cache cache(ScoreStrategy::kStep, /*ttl=*/1000);
+  cache.Set(7, 1.0f);
+  cache.PushDown();
+  const uint64_t before = cache.ScoreBelow(7);
+  CHECK(before > 0);
+  LookUpOne(cache.table, {7});  // and no gradient
+  const uint64_t used = cache.ScoreOf(7);
+  CHECK(used > before);
+  cache.PushDown();
+  CHECK_EQ(cache.ScoreBelow(7), used);
+}
+
+TEST(Coming up is no use where uses are counted) {
+  Cache cache(ScoreStrategy::kLfu);
+  for (int i = 0; i < 3; ++i) LookUpOne(cache.table, {7});
+  const std::vector<int64_t> others = Range(10, 138);
+  for (int i = 0; i < 5; ++i)
+    LookUpOne(cache.table, others);  // worth more, and as many as there is room for
+  CHECK(!cache.IsResident(7));
+  CHECK_EQ(cache.ScoreBelow(7), uint64_t{3});
+  cache.table->Prefetch(std::vector<int64_t>{7});
+  CHECK(cache.IsResident(7));
+  CHECK_EQ(cache.ScoreOf(7), uint64_t{3});
+}
+
+TEST(Gradients of all occurrences of a key reach a row that is below) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.Set(8, 1.0f);
+  cache.PushDown();
+  const std::vector<int64_t> keys = {7, 8, 7, 7};
+  std::vector<float> gradients(keys.size() * kDim, 1.0f);
+  VectorsView view;
+  view.base = gradients.data();
+  view.stride = kDim;
+  StepOptions step;
+  step.learning_rate = 0.125;
+  CHECK_EQ(ApplyGradientsByKey(*cache.table, keys, view, step), 0);
+  CHECK_EQ(cache.ValueOf(7), 1.0f - 3 * 0.125f);
+  CHECK_EQ(cache.ValueOf(8), 1.0f - 0.125f);
+}
+
+TEST(A flush writes down what is dirty and flushes the store) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  CHECK_EQ(cache.ScoreBelow(7), uint64_t{0});
+  cache.table->Flush();
+  CHECK(cache.ScoreBelow(7) > 0);
+  CHECK_EQ(cache.store->flushes, 1);
+}
+
+TEST(What needs a store or an open table says so) {
+  const auto alone = Table::Create(SmallTable(kDim, 128));
+  CHECK_THROWS(InvalidState, "no store below", alone->Prefetch(std::vector<int64_t>{7}));
+  CHECK_THROWS(InvalidState, "no store below", alone->Flush());
+  Cache cache;
+  cache.table->Close();
+  CHECK_THROWS(InvalidState, "closed", cache.table->Prefetch(std::vector<int64_t>{7}));
+  CHECK_THROWS(InvalidState, "closed", cache.table->Flush());
+  CHECK_THROWS(InvalidState, "closed", cache.table->SaveCheckpoint("a"));
+  CHECK_THROWS(InvalidState, "closed", cache.table->LoadCheckpoint("a"));
+}
+
+TEST(A table that is closed while it reads ahead says so) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.PushDown();
+  cache.store->before_return = [&] { cache.table->Close(); };
+  CHECK_THROWS(InvalidState, "closed", cache.table->Prefetch(std::vector<int64_t>{7}));
 }
 
 }  // namespace
