@@ -48,13 +48,12 @@ std::vector<int64_t> Table::OldKeys(uint64_t min_score) const {
       old.push_back(entry.key);
     }
   });
-  if (!below_.exists()) {
-    std::sort(old.begin(), old.end());
-    return old;
-  }
-  const auto scanner = below_.store().Scan();
+  const auto scanner = below_.exists() ? below_.store().Scan() : nullptr;
   StoredRows block;
-  for (scanner->Next(kRowsAtOnce, block); !block.keys.empty(); scanner->Next(kRowsAtOnce, block)) {
+  const auto next = [&] {
+    if (scanner) scanner->Next(kRowsAtOnce, block);
+  };
+  for (next(); !block.keys.empty(); next()) {
     for (size_t i = 0; i < block.keys.size(); ++i) {
       const int64_t key = block.keys[i];
       const bool is_old = block.scores[i] < min_score;

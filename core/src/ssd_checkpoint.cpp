@@ -445,9 +445,7 @@ void SsdStoreImpl::LoadCheckpoint(const std::string& name) {
   }
   ForgetRows();
   index_ = std::move(index);
-  for (const uint64_t row : rows) {
-    named_[row / kNamedPerWord] |= uint64_t{1} << row % kNamedPerWord;
-  }
+  for (const uint64_t row : rows) named_[row / kNamedPerWord] |= NamedBit(row);
   for (const auto& [segment, count] : live) {
     Segment& place = segments_[static_cast<size_t>(segment)];
     place.live = count;

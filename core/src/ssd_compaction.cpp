@@ -99,8 +99,8 @@ void SsdStoreImpl::ReadLive(int64_t number, LiveRows& live, bool whole) {
       const int64_t place = live.places[j], row = first + place;
       require(entry && entry->row == row);
       std::byte* const data = rows.values.get() + layout_.PlaceOffset(place);
-      reads[j - begin] = {map + layout_.ValueOffset(row), data, fd, layout_.ValueOffset(row),
-                          &name};
+      const int64_t offset = layout_.ValueOffset(row);
+      if (map) reads[j - begin] = {map + offset, data, fd, offset, &name};
       live.scores[j] = rows.scores[static_cast<size_t>(place)];
       live.rows[j] = data;
       live.checksums[j] = entry->checksum;

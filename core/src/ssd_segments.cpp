@@ -222,14 +222,14 @@ void SsdStoreImpl::Name(SsdIndex::Entry* entry, int64_t key, uint32_t row, uint3
   }
   entry->row = row;
   entry->checksum = checksum;
-  named_[row / kNamedPerWord] |= uint64_t{1} << row % kNamedPerWord;
+  named_[row / kNamedPerWord] |= NamedBit(row);
   ++segments_[static_cast<size_t>(open_->segment)].live;
 }
 
 void SsdStoreImpl::Release(uint32_t row) {
   const int64_t number = layout_.SegmentOf(row);
   Segment& segment = segments_[static_cast<size_t>(number)];
-  named_[row / kNamedPerWord] &= ~(uint64_t{1} << row % kNamedPerWord);
+  named_[row / kNamedPerWord] &= ~NamedBit(row);
   if (--segment.live == 0) Retire(number);
 }
 

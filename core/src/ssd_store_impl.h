@@ -182,8 +182,9 @@ class SsdStoreImpl final : public SsdStore {
   void ReadSegment(int64_t segment, SegmentRows& rows, bool with_values = true) const;
   void ForgetRows();
   static constexpr int64_t kNamedPerWord = 64;
+  static uint64_t NamedBit(uint64_t row) { return uint64_t{1} << row % kNamedPerWord; }
   bool IsNamed(int64_t row) const {
-    return named_[static_cast<size_t>(row / kNamedPerWord)] >> row % kNamedPerWord & 1;
+    return named_[static_cast<size_t>(row / kNamedPerWord)] & NamedBit(static_cast<uint64_t>(row));
   }
 
   // ssd_compaction.cpp
