@@ -254,7 +254,12 @@ void RunOnThreads(std::span<const ReadRequest> requests, int depth, const Done& 
     }
   };
   std::vector<std::thread> helpers;
-  for (size_t t = 1; t < threads; ++t) helpers.emplace_back(work);
+  helpers.reserve(threads);
+  try {
+    while (helpers.size() + 1 < threads) helpers.emplace_back(work);
+  } catch (const std::exception&) {
+    // The system starts no more of them: the others do the work.
+  }
   work();
   for (std::thread& helper : helpers) helper.join();
   if (failure) std::rethrow_exception(failure);

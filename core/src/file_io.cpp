@@ -1,10 +1,12 @@
 #include "file_io.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <memory>
 #include <system_error>
 
 #include "embstore/types.h"
@@ -95,6 +97,31 @@ void SyncDirectory(const std::string& path) {
   const int error = errno;
   close(fd);
   if (failed) ThrowIo(error, "fsync of " + path);
+}
+
+std::vector<std::string> NamesIn(const std::string& directory) {
+  struct Close {
+    void operator()(DIR* opened) const { closedir(opened); }
+  };
+  const std::unique_ptr<DIR, Close> opened(opendir(directory.c_str()));
+  if (!opened) ThrowIo("listing " + directory);
+  std::vector<std::string> names;
+  for (;;) {
+    errno = 0;
+    const dirent* const entry = readdir(opened.get());
+    if (!entry) break;
+    names.emplace_back(entry->d_name);
+  }
+  if (errno != 0) ThrowIo("listing " + directory);
+  std::erase_if(names, [](const std::string& name) { return name == "." || name == ".."; });
+  return names;
+}
+
+void RemoveAll(const std::string& path) {
+  if (unlink(path.c_str()) == 0 || errno == ENOENT) return;
+  if (errno != EISDIR) ThrowIo("removing " + path);
+  for (const std::string& name : NamesIn(path)) RemoveAll(path + "/" + name);
+  if (rmdir(path.c_str()) != 0) ThrowIo("removing " + path);
 }
 
 }  // namespace embstore

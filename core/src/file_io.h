@@ -1,4 +1,5 @@
-// Reading and writing whole files and ranges. Failures are std::system_error that names the path.
+// Reading and writing whole files and ranges, and what is in a directory. Failures are
+// std::system_error that names the path.
 //
 // Thread safety: pure functions of their arguments.
 #pragma once
@@ -6,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace embstore {
 
@@ -22,6 +24,12 @@ void WriteFile(const std::string& path, const void* data, size_t bytes);
 // The whole file; throws InvalidState when it has more than max_bytes.
 std::string ReadFile(const std::string& path, int64_t max_bytes);
 void SyncDirectory(const std::string& path);
+
+// The iterators of std::filesystem end the process when memory runs out; these throw.
+// The names in a directory, in any order.
+std::vector<std::string> NamesIn(const std::string& directory);
+// Removes a file, a link, or a directory with all that is in it; what is not there is removed.
+void RemoveAll(const std::string& path);
 
 // Closes a descriptor at the end of a scope.
 struct Closer {

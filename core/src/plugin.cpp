@@ -3,10 +3,13 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <cinttypes>
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <memory>
+#include <new>
 #include <numeric>
 #include <sstream>
 #include <thread>
@@ -51,6 +54,15 @@ Function* Symbol(void* handle, const std::string& path, const char* name,
 
 using Clock = std::chrono::steady_clock;
 
+// Without memory for it, a shorter one that needs none.
+std::string TextOf(const char* message) noexcept {
+  try {
+    return message;
+  } catch (const std::bad_alloc&) {
+    return "out of memory";
+  }
+}
+
 }  // namespace
 
 // A running call and all memory that the plug-in may use during it. The plug-in holds one reference
@@ -78,9 +90,10 @@ struct PluginCall {
     return changed.wait_until(lock, deadline, [&] { return completed && returned; });
   }
 
-  void Fail(const std::string& message) {
+  // The first message stays. Must not throw: the caller may be code in C.
+  void Fail(const char* message) noexcept {
     const std::lock_guard lock(mutex);
-    if (error.empty()) error = message.empty() ? "the plug-in gave no reason" : message;
+    if (error.empty()) error = TextOf(*message ? message : "the plug-in gave no reason");
   }
 };
 
@@ -98,15 +111,17 @@ void OnError(void* context, const char* message) {
 void OnFetched(void* context, uint32_t offset, uint32_t tensor, void* data, uint32_t bytes) {
   Call& call = CallOf(context);
   if (data == nullptr) return;
+  char message[160];
   if (offset >= call.ids.size() || tensor >= call.tensor_bytes.size()) {
-    return call.Fail("it answered for offset " + std::to_string(offset) + ", tensor " +
-                     std::to_string(tensor) + ", which was not asked for");
+    std::snprintf(message, sizeof(message),
+                  "it answered for offset %u, tensor %u, which was not asked for", offset, tensor);
+    return call.Fail(message);
   }
   if (bytes != call.tensor_bytes[tensor]) {
-    return call.Fail("tensor " + std::to_string(tensor) + " of id " +
-                     std::to_string(call.ids[offset]) + " should have " +
-                     std::to_string(call.tensor_bytes[tensor]) +
-                     " bytes but has: " + std::to_string(bytes));
+    std::snprintf(message, sizeof(message),
+                  "tensor %u of id %" PRId64 " should have %" PRId64 " bytes but has: %u", tensor,
+                  call.ids[offset], call.tensor_bytes[tensor], bytes);
+    return call.Fail(message);
   }
   std::memcpy(call.rows.data() + offset * call.row_bytes + call.tensor_begins[tensor], data, bytes);
   call.seen[offset * call.tensor_bytes.size() + tensor] = 1;
@@ -122,14 +137,14 @@ void OnComplete(void* context) {
 
 // Runs `function` and returns what it threw, or nothing.
 template <typename Function>
-std::string ErrorOf(const Function& function) {
+std::string ErrorOf(const Function& function) noexcept {
   try {
     function();
     return {};
   } catch (const std::exception& error) {
-    return *error.what() == '\0' ? "an exception without a message" : error.what();
+    return TextOf(*error.what() == '\0' ? "an exception without a message" : error.what());
   } catch (...) {
-    return "something that is not a std::exception";
+    return TextOf("something that is not a std::exception");
   }
 }
 
@@ -238,19 +253,21 @@ void PluginInstance::Run(const std::shared_ptr<PluginCall>& call, const std::str
     }
   } leave{*this};
   if (call_ != nullptr && !call_->WaitUntil(deadline)) ThrowLate(waiting, timeout_seconds);
-  call_ = call;
   // A thread for each call: a plug-in that blocks cannot block its caller, and no thread has to
-  // survive a fork.
-  std::thread([call, start] {
-    auto* context = new Reference(call);
-    const std::string error = ErrorOf([&] { start(*call, context); });
-    if (!error.empty()) call->Fail(error);
+  // survive a fork. What needs memory is done here, where it can fail.
+  auto context = std::make_unique<Reference>(call);
+  std::thread thread([call, start, taken = context.get()] {
+    const std::string error = ErrorOf([&] { start(*call, taken); });
+    if (!error.empty()) call->Fail(error.c_str());
     const std::lock_guard guard(call->mutex);
     call->returned = true;
     // It threw and did not complete: keep the context, since the plug-in may still have it.
     call->completed |= !error.empty();
     call->changed.notify_all();
-  }).detach();
+  });
+  context.release();  // OnComplete deletes it
+  thread.detach();
+  call_ = call;
   if (!call->WaitUntil(deadline)) ThrowLate(what, timeout_seconds);
   if (!call->error.empty()) throw InvalidState(what + ": " + call->error);
 }

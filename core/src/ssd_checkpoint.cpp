@@ -13,7 +13,6 @@
 #include <map>
 #include <numeric>
 #include <shared_mutex>
-#include <sstream>
 
 #include "file_io.h"
 #include "ssd_store_impl.h"
@@ -52,7 +51,7 @@ bool RemoveUnread(const std::string& folder) {
       throw;
     }
   }
-  fs::remove_all(folder);
+  RemoveAll(folder);
   return true;
 }
 
@@ -97,8 +96,10 @@ SsdStoreImpl::CheckpointRows SsdStoreImpl::ReadCheckpoint(const std::string& nam
   };
   check("LIST", list);
   std::vector<uint64_t> rows;
-  std::istringstream lines(list);
-  for (std::string file; std::getline(lines, file);) {
+  // Not by a stream: it would take running out of memory for the end of the list.
+  for (size_t begin = 0, end; begin < list.size(); begin = end + 1) {
+    end = std::min(list.find('\n', begin), list.size());
+    const std::string file = list.substr(begin, end - begin);
     if (file.empty()) continue;
     if (file.find('/') != std::string::npos) damaged(folder + "/LIST names a path: " + file);
     const std::string data = read(file, 8 * places);
@@ -172,10 +173,10 @@ void SsdStoreImpl::Unrefer(const std::string& name) {
 // be overwritten: a damaged checkpoint protects every segment, and one that cannot be read now (too
 // many open files, a failing disk) is an error.
 void SsdStoreImpl::FindCheckpoints() {
-  for (const auto& entry : fs::directory_iterator(checkpoints_folder_)) {
-    const std::string name = entry.path().filename();
-    if (!entry.is_directory()) continue;
-    if (name.starts_with('.') && RemoveUnread(entry.path())) continue;
+  for (const std::string& name : NamesIn(checkpoints_folder_)) {
+    const std::string folder = Folder(options_.path, name);
+    if (!fs::is_directory(folder)) continue;
+    if (name.starts_with('.') && RemoveUnread(folder)) continue;
     std::vector<int64_t> segments;
     try {
       segments = SegmentsOf(ReadCheckpoint(name).rows);
@@ -194,9 +195,10 @@ std::vector<std::string> SsdStoreImpl::Checkpoints() const {
   if (options_.create) {
     for (const auto& [name, segments] : checkpoints_) names.push_back(name);
   } else {  // a writer may add some at any time
-    for (const auto& entry : fs::directory_iterator(checkpoints_folder_)) {
-      if (entry.is_directory()) names.push_back(entry.path().filename());
-    }
+    names = NamesIn(checkpoints_folder_);
+    std::erase_if(names, [&](const std::string& name) {
+      return !fs::is_directory(Folder(options_.path, name));
+    });
   }
   std::erase_if(names, [](const std::string& name) { return name.starts_with('.'); });
   std::sort(names.begin(), names.end());
@@ -266,8 +268,11 @@ void SsdStoreImpl::Publish(const std::string& name) {
     }
   } catch (...) {
     Unrefer(draft);
-    std::error_code ignored;
-    fs::remove_all(draft_folder, ignored);
+    try {
+      RemoveAll(draft_folder);
+    } catch (const std::exception&) {
+      // Whoever opens the store next removes it.
+    }
     throw;
   }
   Exchange(std::move(published), std::move(unnamed));

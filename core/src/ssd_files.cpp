@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -227,14 +228,16 @@ void SsdFiles::Touch(Kind kind, int64_t chunk, int64_t offset, int64_t bytes) {
 std::map<int64_t, int64_t> SsdFiles::ValueBytes() const {
   constexpr std::string_view kPrefix = "value-";
   std::map<int64_t, int64_t> sizes;
-  for (const auto& entry : std::filesystem::directory_iterator(path_ + "/values")) {
-    const std::string name = entry.path().filename();
+  for (const std::string& name : NamesIn(path_ + "/values")) {
     int64_t chunk = 0;
     const char* end = name.data() + name.size();
     if (!name.starts_with(kPrefix)) continue;
     const auto number = std::from_chars(name.data() + kPrefix.size(), end, chunk);
-    if (number.ec != std::errc() || number.ptr != end || !entry.is_regular_file()) continue;
-    sizes[chunk] = static_cast<int64_t>(entry.file_size());
+    if (number.ec != std::errc() || number.ptr != end) continue;
+    const std::string file = path_ + "/values/" + name;
+    struct stat status;
+    if (stat(file.c_str(), &status) != 0) ThrowIo("looking at " + file);
+    if (S_ISREG(status.st_mode)) sizes[chunk] = status.st_size;
   }
   return sizes;
 }
