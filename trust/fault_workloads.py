@@ -57,6 +57,7 @@ class Dump:
         self.write(folder, 0)
 
     def write(self, folder: Path, state: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         table = a_table()
         move(table, state)
         embstore.dump(folder / "dump", {"m": {"user": table}}, optim=True, overwrite=True)
@@ -71,6 +72,32 @@ class Dump:
 
     def go_on(self, folder: Path, state: int) -> None:
         self.write(folder, state)
+        assert self.read(folder) == state
+
+
+class Load(Dump):
+    """Dumps that are loaded, one after another. They are written beforehand, as for `Serving`."""
+
+    name = "load"
+    only_reads = True
+
+    def prepare(self, folder: Path) -> None:
+        self.source = folder.with_name("source")
+        for state in (0, *self.states):
+            super().write(self.source / str(state), state)
+        os.rename(self.source / "0", folder / "0")
+
+    def write(self, folder: Path, state: int) -> None:
+        if not (folder / str(state)).exists():
+            os.rename(self.source / str(state), folder / str(state))
+        sync_folder(folder)
+        assert self.read(folder) == state
+
+    def read(self, folder: Path) -> int:
+        return super().read(max(folder.iterdir()))
+
+    def go_on(self, folder: Path, state: int) -> None:
+        super().write(folder / str(state), state)
         assert self.read(folder) == state
 
 
@@ -139,6 +166,21 @@ class Ssd:
             store.put(keys, values)
             store.snapshot("s")
         assert self.read(folder) == state
+
+
+class Reopened(Ssd):
+    """The same store, opened for every state."""
+
+    name = "reopened"
+
+    def prepare(self, folder: Path) -> None:
+        with SsdStore(folder / "ssd", row_bytes=4 * DIM) as self.store:
+            super().write(folder, 0)
+
+    def write(self, folder: Path, state: int) -> None:
+        with SsdStore(folder / "ssd", row_bytes=4 * DIM) as self.store:
+            self.store.load_snapshot("s")
+            super().write(folder, state)
 
 
 class Tier:
@@ -253,4 +295,5 @@ class Serving:
         assert self.read(folder) == max(self.states)
 
 
-WORKLOADS = {workload.name: workload for workload in (Dump(), Log(), Ssd(), Tier(), Sok(), Serving())}
+EVERY = (Dump(), Load(), Log(), Ssd(), Reopened(), Tier(), Sok(), Serving())
+WORKLOADS = {workload.name: workload for workload in EVERY}

@@ -407,7 +407,10 @@ ssize_t preadv64v2(int fd, const struct iovec *parts, int count, off_t at, int f
   return got(fd, parts, count, at);
 }
 
-static void *mapped(void *where, size_t bytes, int protection, int flags, int fd, off_t at) {
+int mapping_refused(const void *caller); /* trust/fault_memory.c */
+
+static void *mapped(void *where, size_t bytes, int protection, int flags, int fd, off_t at, const void *caller) {
+  if (mapping_refused(caller)) return MAP_FAILED;
   if (g_armed && g_reads && fd >= 0) {
     ENTER;
     const int failed = read_fails(fd) && g_kind != FAULT_SHORT;
@@ -419,10 +422,10 @@ static void *mapped(void *where, size_t bytes, int protection, int flags, int fd
   return (void *)syscall(SYS_mmap, where, bytes, protection, flags, fd, at);
 }
 void *mmap(void *where, size_t bytes, int protection, int flags, int fd, off_t at) {
-  return mapped(where, bytes, protection, flags, fd, at);
+  return mapped(where, bytes, protection, flags, fd, at, __builtin_return_address(0));
 }
 void *mmap64(void *where, size_t bytes, int protection, int flags, int fd, off_t at) {
-  return mapped(where, bytes, protection, flags, fd, at);
+  return mapped(where, bytes, protection, flags, fd, at, __builtin_return_address(0));
 }
 
 DIR *opendir(const char *name) {

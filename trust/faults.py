@@ -1,14 +1,15 @@
-"""Faults of disks and processes: every call that changes a file fails once, in every way, in every workload.
+"""Faults of disks, processes and memory: every call that changes a file fails once, in every way, in every workload,
+and so does every request of the engine for memory.
 
     python -m trust.faults                       all calls, all faults
     python -m trust.faults --every 7             every seventh call
     python -m trust.faults --workload dump --fault power
 
-The library trust/faults.c sits between the program and libc. A workload writes states 1, 2, 3, ... and says
-so after each; where it only reads, calls that read fail as well. Whether it fails, is killed or loses its
-power: what is on the disk must be the last state that it said, or the one after it, whole. An error that is
-raised leaves the last state, unless it says that the new one is published, and the same call made again
-succeeds.
+The library of trust/faults.c and trust/fault_memory.c sits between the program and libc. A workload writes
+states 1, 2, 3, ... and says so after each; where it only reads, calls that read fail as well. Whether it fails,
+is killed or loses its power: what is on the disk must be the last state that it said, or the one after it,
+whole. An error that is raised leaves the last state, unless it says that the new one is published, and the
+same call made again succeeds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FAULTS = {"eio": 1, "enospc": 2, "short": 3, "kill": 4, "power": 5}
+MEMORY = 6  # the others are those of trust/faults.c
+FAULTS = {"eio": 1, "enospc": 2, "short": 3, "kill": 4, "power": 5, "memory": MEMORY}
 RUN_SECONDS = 300  # by the clock, which goes on while the process is stopped
 
 
@@ -37,9 +39,9 @@ def build() -> Path:
     """Compiles the library."""
     target = ROOT / "build" / "libfaults.so"
     target.parent.mkdir(exist_ok=True)
-    source = Path(__file__).with_name("faults.c")
-    if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
-        command = ["gcc", "-O1", "-shared", "-fPIC", "-o", str(target), str(source), "-ldl", "-lpthread"]
+    sources = [Path(__file__).with_name(name) for name in ("faults.c", "fault_memory.c")]
+    if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        command = ["gcc", "-O1", "-shared", "-fPIC", "-o", target, *sources, "-ldl", "-lpthread"]
         subprocess.run(command, check=True)
     return target
 
@@ -83,9 +85,9 @@ class Run:
     def __init__(self, library: Any, workload: Any, place: Path) -> None:
         self._library, self._workload, self._place = library, workload, place
 
-    def calls(self) -> int:
-        """How many calls the workload makes."""
-        said, end = self._train(0, 0)
+    def calls(self, kind: int) -> int:
+        """How many calls the workload makes that may fail in this way."""
+        said, end = self._train(0, kind)
         if end != "ok":
             raise RuntimeError(f"{self._workload.name} fails without a fault: {end}")
         return int(said[-1])
@@ -99,7 +101,10 @@ class Run:
         def work(say: Callable[[Any], None]) -> None:
             self._workload.prepare(data)
             reads = getattr(self._workload, "only_reads", False)
-            self._library.fault_arm(str(data).encode(), str(undo).encode(), at, kind, reads)
+            if kind == MEMORY:
+                self._library.memory_arm(at)
+            else:
+                self._library.fault_arm(str(data).encode(), str(undo).encode(), at, kind, reads)
             for state in self._workload.states:
                 try:
                     self._workload.write(data, state)
@@ -108,7 +113,7 @@ class Run:
                     say(("error", state, self._workload.read(data), "published" in str(error), str(error)))
                     self._workload.write(data, state)
                 say(("state", state))
-            say(self._library.fault_disarm())
+            say(self._library.memory_disarm() if kind == MEMORY else self._library.fault_disarm())
 
         return in_child(work)
 
@@ -153,8 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         for name in options.workload or list(WORKLOADS):
             run = Run(ctypes.CDLL(str(library)), WORKLOADS[name], Path(folder) / name)
-            calls = run.calls()
             for fault in options.fault or list(FAULTS):
+                calls = run.calls(FAULTS[fault])
                 ends: Counter[str] = Counter()
                 for at in range(1, calls + 1, options.every):
                     try:
