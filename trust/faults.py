@@ -1,15 +1,15 @@
-"""Faults of disks, processes and memory: every call that changes a file fails once, in every way, in every workload,
-and so does every request of the engine for memory.
+"""Faults of disks, processes and memory: every call that changes a file fails once, in every way, and so does
+every request of the engine for memory. In every workload.
 
     python -m trust.faults                       all calls, all faults
     python -m trust.faults --every 7             every seventh call
     python -m trust.faults --workload dump --fault power
 
 The library of trust/faults.c and trust/fault_memory.c sits between the program and libc. A workload writes
-states 1, 2, 3, ... and says so after each; where it only reads, calls that read fail as well. Whether it fails,
-is killed or loses its power: what is on the disk must be the last state that it said, or the one after it,
-whole. An error that is raised leaves the last state, unless it says that the new one is published, and the
-same call made again succeeds.
+states 1, 2, 3, ... and says so after each; where it only reads, calls that read fail as well. Whether it
+fails, is killed or loses its power: what is on the disk must be the last state that it said, or the one after
+it, whole. An error that is raised leaves the last state, unless it says that the new one is published, and
+the same call made again succeeds.
 """
 
 from __future__ import annotations
