@@ -127,14 +127,15 @@ def _exchange(steps: dict[str, float], table_bytes: int) -> dict[str, float]:
 
 def _files(folder: str, table_bytes: int) -> dict[str, float]:
     """What dumps, increments, loads and readers take, and the disk beside them."""
-    large = [_table(dim, rule, table_bytes) for dim, rule in ((8, "SGD"), (64, "SGD"), (64, "Adam"))]
+    shapes = [(8, "SGD", 4 * BATCH), (8, "Adam", BATCH), (64, "SGD", BATCH), (64, "Adam", BATCH)]
+    large = [_table(dim, rule, table_bytes) for dim, rule, _ in shapes]
     small = [[_table(8, "SGD", 0)], [_table(8, "Adam", 0)], _several(8, 0)]
     found = run(
         1,
         [
             *(
                 Run(tables=[table], batch=batch, steps=3, folder=folder)
-                for table, batch in zip(large, (4 * BATCH, BATCH, BATCH), strict=True)
+                for table, (_, _, batch) in zip(large, shapes, strict=True)
             ),
             Run(tables=large[:1], batch=SMALL, steps=1, folder=folder),
             *(Run(tables=tables, batch=SMALL, steps=1, folder=folder, file_rounds=5) for tables in small),
