@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from checkpoint.tables import files_in, make, require_same
 
 import embstore
 from embstore.checkpoint.drafts import drafts_of
+from embstore.checkpoint.writing import PartWriter
 
 STRATEGIES = [s.name.lower() for s in embstore.ScoreStrategy]
 
@@ -212,3 +215,29 @@ def test_a_table_that_the_log_does_not_have_is_named(tmp_path: Path) -> None:
     served = embstore.Table("user", dim=3)
     embstore.IncrementLog(tmp_path / "log").load({"model": {"user": served}})
     assert sorted(served.rows().keys.tolist()) == [1, 2]
+
+
+def test_the_base_of_a_log_is_written_by_as_many_threads_as_a_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: list[int] = []
+    write = PartWriter.write
+
+    def slow(self: PartWriter, rows: embstore.Rows) -> int:
+        writers.append(threading.get_ident())
+        time.sleep(0.02)  # so that the other thread gets a block too
+        return write(self, rows)
+
+    monkeypatch.setattr(PartWriter, "write", slow)
+    before = embstore.get_num_threads()
+    embstore.set_num_threads(2)
+    try:
+        table = embstore.Table("user", dim=64)
+        table.find_or_insert(np.arange(100_000))
+        log = embstore.IncrementLog.create(tmp_path / "log", {"model": {"user": table}})
+    finally:
+        embstore.set_num_threads(before)
+    assert len(set(writers)) == 2
+    again = embstore.Table("user", dim=64)
+    log.load({"model": {"user": again}})
+    assert len(again) == 100_000

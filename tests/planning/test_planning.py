@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -11,9 +12,13 @@ import process_groups
 import pytest
 
 import embstore
+from embstore.checkpoint import parts
+from embstore.checkpoint.files import open_regular
+from embstore.distributed.ranks import Ranks
 from embstore.optimizers import OPTIMIZERS
 from embstore.planning import REFERENCE, Hosts, Machine, Workload, plan, planned_table
 from embstore.planning.measuring import fitted, measure
+from embstore.planning.model import APPEND_ROUNDS, DUMP_ROUNDS, LOAD_ROUNDS, PUBLISHED_FILES
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,8 +50,58 @@ def test_a_row_has_the_bytes_in_a_dump_that_a_dump_really_writes(optimizer, tmp_
     table = embstore.Table(planned.options)
     table.find_or_insert(np.arange(97))
     embstore.dump(tmp_path / "dump", {"model": {"user": table}}, optim=True)
-    files = [path for path in (tmp_path / "dump").rglob("*") if path.is_file() and path.suffix != ".json"]
-    assert sum(path.stat().st_size for path in files) == 97 * planned.dumped_bytes
+    files = [path for path in (tmp_path / "dump").rglob("*") if path.is_file()]
+    rows = [path for path in files if path.suffix != ".json"]
+    assert sum(path.stat().st_size for path in rows) == 97 * planned.dumped_bytes
+    assert len(files) == planned.dumped_files + 1  # the manifest
+
+
+class CountingRanks(Ranks):
+    """One rank that counts how often it would meet others."""
+
+    def __init__(self):
+        self.met = 0
+
+    def agree(self, work, what=""):
+        self.met += 1
+        return super().agree(work, what)
+
+
+def test_rounds_files_and_syncs_are_those_of_a_dump_an_increment_and_a_load(tmp_path, monkeypatch):
+    planned = planned_table("user", rows=97, dim=7, optimizer="adam")
+    tables = {"model": {"user": embstore.Table(planned.options)}}
+    tables["model"]["user"].find_or_insert(np.arange(97))
+    log = embstore.IncrementLog.create(tmp_path / "log", tables)
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd)
+    )
+
+    def met(call):
+        synced.clear()
+        ranks = CountingRanks()
+        call(ranks)
+        return ranks.met, len(synced)
+
+    files = planned.dumped_files + PUBLISHED_FILES
+    dumped = met(lambda ranks: embstore.dump(tmp_path / "dump", tables, optim=True, group=ranks))
+    assert dumped == (DUMP_ROUNDS, files)
+    tables["model"]["user"].find_or_insert(np.arange(200))
+    assert met(lambda ranks: log.append(tables, group=ranks)) == (APPEND_ROUNDS, files + 1)
+    again = {"model": {"user": embstore.Table(planned.options)}}
+    opened = []
+    monkeypatch.setattr(parts, "open_regular", lambda path: opened.append(path) or open_regular(path))
+    loaded = met(lambda ranks: embstore.load(tmp_path / "dump", again, optim=True, group=ranks))
+    assert loaded == (LOAD_ROUNDS, 0) and len(opened) == planned.loaded_files
+
+
+def test_a_reader_looks_at_keys_and_vectors_alone():
+    free = dict.fromkeys((f.name for f in dataclasses.fields(Machine)), 0.0)
+    free |= {"process_bytes": 0, "cores": 1, "memory_bytes": 1, "read_bytes_per_second": 1.0}
+    few = workload(append_every_seconds=1.0, ids_per_second=1000.0)
+    for name, count in {"follow": 1, "follow_table": 1, "follow_row": 1000, "follow_byte": 36_000}.items():
+        machine = Machine(**{**free, "write_bytes_per_second": 1.0, name: 1.0, "step": 1e-9})
+        assert plan(few, hosts(read_bytes_per_second=1e12), machine).follow_seconds == pytest.approx(count)
 
 
 def test_memory_is_that_of_full_tables_and_is_divided_by_ranks():
@@ -100,16 +155,84 @@ def test_each_rank_looks_through_its_rows_for_an_increment():
         assert more == pytest.approx(seconds * 1.000003), given
 
 
-def test_dumps_take_what_the_slower_of_cores_and_disk_takes():
-    machine = dataclasses.replace(REFERENCE, publish=0.5, dump_row=0.0, dump_byte=1e-9, load_row=0.0)
-    made = plan(workload(), hosts(hosts=4), machine)
-    size = 1_000_003 * (16 + 28 + 56 + 16)
-    assert made.dump_bytes == size / 4
-    assert made.dump_seconds == pytest.approx(0.5 + size / 4 / 1e8)
-    fast = plan(workload(), hosts(hosts=4, write_bytes_per_second=1e12), machine)
-    assert fast.dump_seconds == pytest.approx(0.5 + size / 4 / 2 * 1e-9)
-    assert made.load_seconds == pytest.approx(size / 4 * max(1 / 2e8, machine.load_byte / 2))
-    assert made.reshard_seconds >= size / 2e8
+def only(**costs):
+    """A machine where nothing else costs anything."""
+    names = (f.name for f in dataclasses.fields(Machine))
+    free = {**dict.fromkeys(names, 0.0), "process_bytes": 0, "cores": 1, "memory_bytes": 1, "step": 1e-9}
+    return Machine(**{**free, "write_bytes_per_second": 1.0, "read_bytes_per_second": 1.0, **costs})
+
+
+SIZE = 1_000_003 * (16 + 28 + 56 + 16)
+
+
+def test_a_dump_is_copied_by_cores_and_then_written_by_the_disk():
+    fast = {"write_bytes_per_second": 1e12}
+    made = plan(workload(), hosts(hosts=4), only(dump_byte=1e-9))
+    assert made.dump_bytes == SIZE / 4 and made.dump_work_seconds == pytest.approx(SIZE / 4 * 1e-9)
+    # Four threads of a rank copy; two ranks of eight cores use all of them.
+    assert made.dump_seconds == pytest.approx(SIZE / 4 * (1e-9 / 4 + 1e-8))
+    assert plan(workload(), hosts(ranks=2, **fast), only(dump_byte=1e-9)).dump_seconds == pytest.approx(
+        SIZE * (1e-9 / 8 + 1e-12)
+    )
+    assert plan(workload(), hosts(ranks=2, cores=1, **fast), only(dump_byte=1e-9)).dump_seconds == (
+        pytest.approx(SIZE * (1e-9 + 1e-12))
+    )
+
+
+def test_the_disk_writes_beside_the_cores_once_many_bytes_wait():
+    table = planned_table("user", rows=10**9, dim=7, optimizer="adam")
+    given = hosts(cores=1, memory_bytes=1 << 40, write_bytes_per_second=2e8)
+    machine = only(dump_byte=1e-9)
+    made = plan(workload(tables=[table]), given, machine)
+    waiting = 0.1 * ((1 << 40) - made.memory_bytes)
+    assert 0.1 < waiting / made.dump_bytes < 0.9
+    assert made.dump_seconds == pytest.approx(waiting * 1e-9 + made.dump_bytes / 2e8)
+    slow_cores = plan(workload(tables=[table]), given, only(dump_byte=1e-6))
+    assert slow_cores.dump_seconds == pytest.approx(made.dump_bytes * 1e-6)
+
+
+def test_dumps_increments_and_loads_without_rows_take_what_ranks_tables_and_files_cost():
+    one = dict(append_every_seconds=0.0)
+    tables = [planned_table(name, rows=1, dim=7) for name in "ab"]
+    for ranks, crowding in ((1, 1), (4, 2)):
+        given = hosts(ranks=ranks, cores=2, read_bytes_per_second=1e15, write_bytes_per_second=1e15)
+
+        def seconds(given=given, **costs):
+            made = plan(workload(tables=tables, **one), given, only(**costs))
+            return made.dump_seconds, made.append_seconds, made.load_seconds
+
+        assert seconds(publish=1.0) == pytest.approx([crowding] * 3)
+        assert seconds(publish_table=1.0) == pytest.approx([2 * crowding] * 3)
+        assert seconds(file=1.0) == pytest.approx([2 * 4 + 4, 2 * 5 + 4, 0], abs=1e-9)
+        rounds = [DUMP_ROUNDS, APPEND_ROUNDS, LOAD_ROUNDS]
+        assert seconds(message=1.0) == pytest.approx([n * (ranks - 1) * crowding for n in rounds], abs=1e-9)
+
+
+def test_a_load_takes_what_the_slower_of_cores_and_disk_takes():
+    ahead = 5 * (8 << 20)  # keys, vectors, scores, two states
+    made = plan(workload(), hosts(hosts=2), only(load_byte=1e-10, reading=0.5))
+    assert made.load_seconds == pytest.approx(SIZE / 2 / 2e8)
+    assert made.reshard_seconds == pytest.approx(SIZE / 2e8)
+    fast = hosts(read_bytes_per_second=1e10)
+    # One thread reads, others place: whoever has more to do holds the load up.
+    for reading, parallel, share in ((0.25, 0.0, 0.75), (0.75, 0.0, 0.75), (0.25, 1.0, 0.25)):
+        machine = only(load_byte=1e-8, reading=reading, parallel=parallel)
+        assert plan(workload(), fast, machine).load_seconds == pytest.approx(
+            SIZE * 1e-8 * share + ahead / 1e10
+        )
+    crowded = plan(
+        workload(), dataclasses.replace(fast, ranks=4, cores=2), only(load_byte=1e-8, reading=0.25)
+    )
+    # Ranks read ahead together, but no more than there is.
+    assert crowded.load_seconds == pytest.approx(SIZE * 1e-8 / 2 + min(SIZE, 4 * ahead) / 1e10)
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path):
+    later = {"scan_row", "publish_table", "file", "reading", "follow", "follow_table"}
+    values = {name: value for name, value in dataclasses.asdict(REFERENCE).items() if name not in later}
+    (tmp_path / "machine.json").write_text(json.dumps(values))
+    read = Machine.read(tmp_path / "machine.json")
+    assert read == dataclasses.replace(REFERENCE, **{**dict.fromkeys(later, 0.0), "reading": 0.5})
 
 
 def test_an_increment_has_no_more_rows_than_the_tables():
@@ -152,6 +275,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path):
         ({"id": "fast"}, "id should be a number of at least 0 but is: 'fast'"),
         ({"cores": 0}, "cores should be above 0 but is: 0"),
         ({"parallel": 1.5}, "parallel should be between 0 and 1 but is: 1.5"),
+        ({"reading": 1.5}, "reading should be between 0 and 1 but is: 1.5"),
         ({"speed": 1.0}, "unexpected keyword argument 'speed'"),
     ],
 )

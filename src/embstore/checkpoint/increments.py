@@ -221,7 +221,7 @@ class IncrementLog:
             sources = snapshot_all(tables, optim, ranks, ownership)
             options = DumpOptions("v1a", optim, facts)
             job = start(base, {ranks.rank: sources}, ranks.world, options, ranks)
-            job.run(ranks)
+            job.run(ranks, min(_core.get_num_threads(), MOST_THREADS))
             log._is_writer = True
             ranks.lead(log.refresh)
         except BaseException:

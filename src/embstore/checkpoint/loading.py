@@ -303,10 +303,11 @@ def owned_blocks(match: Match, ranks: Ranks, rows_at_once: int, sums: Pieces | N
         elif same and reader.part.rank != ranks.rank:
             continue
         choose = None if same else _choose(match, ranks)
-        for first in range(begin, end, rows_at_once):
-            rows = reader.read(first, min(first + rows_at_once, end), choose, sums)
-            if len(rows):
-                yield rows
+        with reader.kept_open():
+            for first in range(begin, end, rows_at_once):
+                rows = reader.read(first, min(first + rows_at_once, end), choose, sums)
+                if len(rows):
+                    yield rows
 
 
 def ascending_blocks(match: Match, ranks: Ranks) -> Iterator[Rows]:

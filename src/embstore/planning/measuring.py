@@ -8,45 +8,39 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from embstore.planning.machine import Machine
 from embstore.planning.model import EXCHANGES
-from embstore.planning.running import FILE_ROUNDS, Run, run
+from embstore.planning.running import Run, run
 from embstore.planning.workload import PlannedTable, planned_table
 
 TABLE_BYTES = 192 << 20  # of the rows of a table: more than a cache holds
 BATCH, SMALL = 65536, 512
-DISK_BYTES = 256 << 20
 OWN = ("step", "table", "id", "id_byte", "row", "row_byte")
-MEMORY_DISK = Path("/dev/shm")
 
 
 def measure(folder: str | os.PathLike[str] = ".", *, table_bytes: int = TABLE_BYTES) -> Machine:
-    """Runs tables of several shapes on 1, 2 and 4 ranks, and times the disk below `folder`.
+    """Runs tables of several shapes on 1, 2 and 4 ranks, with files below `folder`.
 
-    Costs of work are CPU time, which other programs disturb little; the disk and threads are timed by the
-    clock, so the machine should do nothing else. Takes a minute, and 1 GB of memory and of the disk.
+    Costs of work are CPU time, which other programs disturb little; the disk,
+    readers and threads are timed by the clock, so the machine should do nothing else. Takes a minute, and
+    1 GB of memory and of the disk.
     """
     cores = len(os.sched_getaffinity(0))
     steps, process_bytes = _steps(cores, table_bytes)
     exchange = _exchange(steps, table_bytes)
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        write, read = _disk(Path(place))
-        files = _files(Path(place), table_bytes)
+        files = _files(place, table_bytes)
     return Machine(
         **{**steps, **exchange, **files},
         process_bytes=process_bytes,
         cores=cores,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        write_bytes_per_second=write,
-        read_bytes_per_second=read,
     )
 
 
@@ -131,53 +125,48 @@ def _exchange(steps: dict[str, float], table_bytes: int) -> dict[str, float]:
     return dict(zip(names, fitted(counts, seconds).tolist(), strict=True))
 
 
-def _files(place: Path, table_bytes: int) -> dict[str, float]:
-    """What cores do for dumps: on a file system in memory, where there is one."""
-    memory = MEMORY_DISK if os.access(MEMORY_DISK, os.W_OK) else place
-    shapes = [_table(dim, rule, table_bytes) for dim, rule in ((8, "SGD"), (64, "SGD"), (64, "Adam"))]
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        orders = [Run(tables=[table], batch=BATCH, steps=3, folder=folder) for table in shapes]
-        small = [Run(tables=[shape], batch=SMALL, steps=1, folder=str(place)) for shape in shapes]
-        *found, most, _, least = run(1, [*orders, *small])
-    few, many = shapes[-1].rows, shapes[0].rows
-    whole = [[table.rows, table.rows * table.dumped_bytes] for table in shapes]
-    parts = [
-        [observed.changed_rows, observed.changed_rows * table.dumped_bytes]
-        for table, observed in zip(shapes, found, strict=True)
+def _files(folder: str, table_bytes: int) -> dict[str, float]:
+    """What dumps, increments, loads and readers take, and the disk beside them."""
+    shapes = [(8, "SGD", 4 * BATCH), (8, "Adam", BATCH), (64, "SGD", BATCH), (64, "Adam", BATCH)]
+    large = [_table(dim, rule, table_bytes) for dim, rule, _ in shapes]
+    small = [[_table(8, "SGD", 0)], [_table(8, "Adam", 0)], _several(8, 0)]
+    found = run(
+        1,
+        [
+            *(
+                Run(tables=[table], batch=batch, steps=3, folder=folder)
+                for table, (_, _, batch) in zip(large, shapes, strict=True)
+            ),
+            Run(tables=large[:1], batch=SMALL, steps=1, folder=folder),
+            *(Run(tables=tables, batch=SMALL, steps=1, folder=folder, file_rounds=5) for tables in small),
+        ],
+    )
+    whole, scanned, few = found[: len(large)], found[len(large)], found[len(large) + 1 :]
+    rows = [[table.rows, table.rows * table.dumped_bytes] for table in large]
+    published = [[1, len(tables)] for tables in small]
+    followed = [
+        [1, len(tables), seen.changed_rows, seen.changed_rows * tables[0].followed_bytes]
+        for tables, seen in zip([*([table] for table in large), *small], [*whole, *few], strict=True)
     ]
-
-    def costs(counts: list[list[int]], seconds: list[float], name: str) -> dict[str, float]:
-        row, byte = fitted(counts, seconds).tolist()
-        return {f"{name}_row": row, f"{name}_byte": byte}
-
-    return {
-        "publish": least.append_seconds,
-        "scan_row": max(0.0, most.append_seconds - least.append_seconds) / (many - few),
-        **costs(whole, [observed.dump_cpu_seconds for observed in found], "dump"),
-        **costs(whole, [observed.load_cpu_seconds for observed in found], "load"),
-        **costs(parts, [observed.follow_seconds for observed in found], "follow"),
+    seconds = {
+        ("dump_row", "dump_byte"): (rows, [seen.dump_cpu_seconds for seen in whole]),
+        ("load_row", "load_byte"): (rows, [seen.load_cpu_seconds for seen in whole]),
+        ("publish", "publish_table"): (published, [seen.append_cpu_seconds for seen in few]),
+        ("follow", "follow_table", "follow_row", "follow_byte"): (
+            followed,
+            [seen.follow_seconds for seen in [*whole, *few]],
+        ),
     }
-
-
-def _disk(place: Path) -> tuple[float, float]:
-    """Bytes a second that are written and synced, and read again without the page cache: the best of some
-    rounds, as memory that a virtual machine has never used makes the page cache slow."""
-    rounds = [_disk_once(place / "bytes") for _ in range(FILE_ROUNDS)]
-    return max(write for write, _ in rounds), max(read for _, read in rounds)
-
-
-def _disk_once(file: Path) -> tuple[float, float]:
-    block = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
-    start = time.perf_counter()
-    with file.open("wb", buffering=0) as out:
-        for _ in range(DISK_BYTES // block.nbytes):
-            out.write(block.data)
-        os.fsync(out.fileno())
-    write = DISK_BYTES / (time.perf_counter() - start)
-    with file.open("rb", buffering=0) as source:
-        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        while source.readinto(block.data):
-            pass
-    read = DISK_BYTES / (time.perf_counter() - start)
-    return write, read
+    costs: dict[str, float] = {}
+    for names, (counts, took) in seconds.items():
+        costs |= dict(zip(names, fitted(counts, took).tolist(), strict=True))
+    scan = (scanned.append_cpu_seconds - few[0].append_cpu_seconds) / large[0].rows
+    reading = [seen.load_reading_cpu_seconds / seen.load_cpu_seconds for seen in whole]
+    return {
+        **costs,
+        "scan_row": max(0.0, scan),
+        "reading": min(1.0, max(0.0, float(np.median(reading)))),
+        "file": float(np.median([seen.file_seconds for seen in found])),
+        "write_bytes_per_second": float(np.median([seen.write_bytes_per_second for seen in found])),
+        "read_bytes_per_second": float(np.median([seen.read_bytes_per_second for seen in found])),
+    }

@@ -2,7 +2,8 @@
 
     step      = work / cores + bytes out of the host / network + exchanges * latency
     work      = ids * (id + vector bytes) + distinct rows * (row + row bytes) + what ranks send each other
-    dump      = rows of a host, by its cores or by its disk, whichever is slower
+    dump      = rows of a host: the cores copy them, then the disk writes what is left
+    load      = rows of a host, by its cores or by its disk, whichever is slower
     freshness = time between increments + writing one + following it
 
 Ids are spread evenly over ranks, and rows are not in the cache. Nothing overlaps: look-ahead and dumps in
@@ -11,10 +12,12 @@ the background only make it better.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from embstore.checkpoint.dumping import MOST_THREADS
+from embstore.checkpoint.parts import RowFile
 from embstore.planning.machine import Machine
 from embstore.planning.workload import Hosts, PlannedTable, Workload
 
@@ -22,7 +25,11 @@ EXCHANGES = 4  # of a step: headers, keys, vectors, gradients
 MOST_ROWS = 1_600_000_000  # of a table on one rank
 MOST_SERVED_ROWS = 1 << 32  # of a table in a reader
 COPIES, COPIES_OF_RANKS = 3, 6  # of the vectors of a batch
-FILE_THREADS = 2  # cores that a rank keeps busy with a dump or a load
+# How often all ranks exchange a message in a dump, an increment and a load.
+DUMP_ROUNDS, APPEND_ROUNDS, LOAD_ROUNDS = 7, 10, 4
+PUBLISHED_FILES = 4  # that are synced beside those of the tables: the manifest, its folder, two around it
+AHEAD_BYTES = RowFile.AHEAD_BYTES
+BACKGROUND = 0.1  # of the memory that tables leave: so many bytes may wait before Linux begins to write them
 FOLLOW_SECONDS = 0.1  # how often a reader looks for news
 
 
@@ -74,10 +81,11 @@ def plan(workload: Workload, hosts: Hosts, machine: Machine) -> Plan:
     tables, world = workload.tables, hosts.world
     rank_memory = sum(map(_memory(hosts), tables)) + step.buffer_bytes + machine.process_bytes
     rows = sum(table.rows for table in tables)
-    files = _Files(hosts, machine)
+    files = _Files(hosts, machine, hosts.memory_bytes - hosts.ranks * rank_memory)
     dump_bytes = sum(table.rows * table.dumped_bytes for table in tables)
-    dump_seconds = files.written(rows, dump_bytes)
-    load_seconds = files.loaded(rows, dump_bytes)
+    dump_files = sum(table.dumped_files for table in tables)
+    dump_seconds = files.published(len(tables), dump_files, DUMP_ROUNDS) + files.written(rows, dump_bytes)
+    load_seconds = files.loaded(tables, rows, dump_bytes)
 
     reached = world * workload.batch / step.seconds
     speed = min(workload.ids_per_second or reached, reached)
@@ -85,8 +93,10 @@ def plan(workload: Workload, hosts: Hosts, machine: Machine) -> Plan:
     shares = [workload.ids_of(table) / workload.batch for table in tables]
     changed = [min(table.rows, seen * share) for table, share in zip(tables, shares, strict=True)]
     changed_bytes = sum(n * table.dumped_bytes for n, table in zip(changed, tables, strict=True))
-    append_seconds = files.scanned(rows) + files.written(sum(changed), changed_bytes)
-    follow_seconds = files.followed(sum(changed), changed_bytes)
+    append_seconds = files.published(len(tables), dump_files + len(tables), APPEND_ROUNDS)
+    append_seconds += files.scanned(rows) + files.written(sum(changed), changed_bytes)
+    followed_bytes = sum(n * table.followed_bytes for n, table in zip(changed, tables, strict=True))
+    follow_seconds = files.followed(len(tables), sum(changed), followed_bytes)
 
     made = Plan(
         world=world,
@@ -101,11 +111,13 @@ def plan(workload: Workload, hosts: Hosts, machine: Machine) -> Plan:
         step_seconds=step.seconds,
         ids_per_second=reached,
         dump_bytes=dump_bytes / hosts.hosts,
-        dump_work_seconds=files.write_work(rows, dump_bytes),
+        dump_work_seconds=files.write_work(rows, dump_bytes)
+        + hosts.ranks * files.fixed(len(tables), DUMP_ROUNDS),
         dump_seconds=dump_seconds,
-        load_work_seconds=files.load_work(rows, dump_bytes),
+        load_work_seconds=files.load_work(rows, dump_bytes)
+        + hosts.ranks * files.fixed(len(tables), LOAD_ROUNDS),
         load_seconds=load_seconds,
-        reshard_seconds=files.resharded(rows, dump_bytes),
+        reshard_seconds=files.resharded(len(tables), rows, dump_bytes),
         changed_rows=sum(changed),
         append_seconds=append_seconds,
         follow_seconds=follow_seconds,
@@ -132,8 +144,7 @@ class _Step:
                 sent += ids * machine.sent_id + moved * machine.sent_byte
                 sent_bytes += moved * (hosts.world - 1) / hosts.world
             self.buffer_bytes += ids * (16 + (COPIES_OF_RANKS if several else COPIES) * table.vector_bytes)
-        threads = 1 - machine.parallel + machine.parallel / hosts.threads
-        work = machine.step + tables * machine.table + own * threads
+        work = machine.step + tables * machine.table + own * _divided(machine, hosts)
         self.message_seconds = self.network_seconds = self.network_bytes = 0.0
         self.sent_bytes = sent_bytes
         if several:
@@ -149,12 +160,18 @@ class _Step:
         self.seconds = self.work_seconds + self.message_seconds + self.network_seconds
 
 
-class _Files:
-    """Seconds for so many rows and bytes of all hosts: of their cores, or of their disks."""
+def _divided(machine: Machine, hosts: Hosts) -> float:
+    """What is left of work with rows by the clock when the threads of a rank share it."""
+    return 1 - machine.parallel + machine.parallel / hosts.threads
 
-    def __init__(self, hosts: Hosts, machine: Machine) -> None:
+
+class _Files:
+    """Seconds for so many rows and bytes of all hosts: of their cores, and of their disks."""
+
+    def __init__(self, hosts: Hosts, machine: Machine, spare_bytes: float) -> None:
         self._hosts, self._machine = hosts, machine
-        self._cores = min(hosts.cores, FILE_THREADS * hosts.ranks)
+        self._waiting_bytes = BACKGROUND * max(0.0, spare_bytes)
+        self._crowding = max(1.0, hosts.ranks / hosts.cores)  # more ranks than cores take turns
 
     def write_work(self, rows: float, size: float) -> float:
         return (rows * self._machine.dump_row + size * self._machine.dump_byte) / self._hosts.hosts
@@ -162,29 +179,57 @@ class _Files:
     def load_work(self, rows: float, size: float) -> float:
         return (rows * self._machine.load_row + size * self._machine.load_byte) / self._hosts.hosts
 
+    def fixed(self, tables: int, rounds: int) -> float:
+        """Work of each rank, whatever the number of rows; each round is a message to every other rank."""
+        m = self._machine
+        return m.publish + tables * m.publish_table + rounds * (self._hosts.world - 1) * m.message
+
+    def published(self, tables: int, files: int, rounds: int) -> float:
+        """What a dump or an increment takes that has no rows."""
+        synced = (files + PUBLISHED_FILES) * self._machine.file
+        return self.fixed(tables, rounds) * self._crowding + synced
+
     def written(self, rows: float, size: float) -> float:
-        disk = size / self._hosts.hosts / self._hosts.write_bytes_per_second
-        return self._machine.publish + max(self.write_work(rows, size) / self._cores, disk)
+        """Cores copy rows to the page cache; the disk begins when many bytes wait there, or at the end."""
+        hosts = self._hosts
+        copy = self.write_work(rows, size) / min(hosts.cores, hosts.ranks * min(hosts.threads, MOST_THREADS))
+        own = size / hosts.hosts
+        start = copy * min(1.0, self._waiting_bytes / own) if own else 0.0
+        return max(copy, start + own / hosts.write_bytes_per_second)
 
     def scanned(self, rows: float) -> float:
         """Each rank looks for changes in its tables, on one core."""
-        crowding = max(1.0, self._hosts.ranks / self._hosts.cores)
-        return rows / self._hosts.world * self._machine.scan_row * crowding
+        return rows / self._hosts.world * self._machine.scan_row * self._crowding
 
-    def loaded(self, rows: float, size: float) -> float:
-        disk = size / self._hosts.hosts / self._hosts.read_bytes_per_second
-        return max(self.load_work(rows, size) / self._cores, disk)
+    def loaded(self, tables: Sequence[PlannedTable], rows: float, size: float) -> float:
+        """The first rows of a table wait behind what is read ahead of each of its files."""
+        hosts = self._hosts
+        ahead = sum(
+            min(table.rows * table.dumped_bytes / hosts.hosts, hosts.ranks * table.loaded_files * AHEAD_BYTES)
+            for table in tables
+        )
+        cores = ahead / hosts.read_bytes_per_second + self._placed(self.load_work(rows, size))
+        disk = size / hosts.hosts / hosts.read_bytes_per_second
+        return self.fixed(len(tables), LOAD_ROUNDS) * self._crowding + max(cores, disk)
 
-    def resharded(self, rows: float, size: float) -> float:
+    def resharded(self, tables: int, rows: float, size: float) -> float:
         """Every rank reads the whole dump and keeps its own rows; a host reads it from the disk once."""
-        m, ranks = self._machine, self._hosts.ranks
-        own = (rows * m.load_row) / self._hosts.world + size * m.load_byte
-        return max(own * ranks / self._cores, size / self._hosts.read_bytes_per_second)
+        m, hosts = self._machine, self._hosts
+        own = (rows * m.load_row) / hosts.world + size * m.load_byte
+        cores, disk = self._placed(own * hosts.ranks), size / hosts.read_bytes_per_second
+        return self.fixed(tables, LOAD_ROUNDS) * self._crowding + max(cores, disk)
 
-    def followed(self, rows: float, size: float) -> float:
+    def followed(self, tables: int, rows: float, size: float) -> float:
         """One reader follows the increments of all hosts."""
         m = self._machine
-        return max(rows * m.follow_row + size * m.follow_byte, size / self._hosts.read_bytes_per_second)
+        cores = rows * m.follow_row + size * m.follow_byte
+        return m.follow + tables * m.follow_table + max(cores, size / self._hosts.read_bytes_per_second)
+
+    def _placed(self, work: float) -> float:
+        """Work of a load of all ranks of a host. One thread of each reads while the others place rows."""
+        m, hosts = self._machine, self._hosts
+        longest = max(m.reading, (1 - m.reading) * _divided(m, hosts))
+        return max(work / hosts.cores, work / hosts.ranks * longest)
 
 
 def _memory(hosts: Hosts) -> Callable[[PlannedTable], float]:

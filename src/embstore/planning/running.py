@@ -8,6 +8,7 @@ spread evenly over them, and each distinct one comes equally often.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -17,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +32,17 @@ from embstore.planning.workload import PlannedTable, planned_table
 
 SECONDS = 600.0  # for a run
 FILE_ROUNDS = 3
+DISK_BYTES, DISK_FILES = 256 << 20, 8
 FILL = 1 << 14  # at once: the pool of the engine keeps memory for results of this size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """
-    folder  where to write a log and load it again; "": not at all
+    threads       of a rank in steps
+    folder        where to write a log and load it again; "": not at all
+    file_threads  of a rank meanwhile
+    file_rounds   how often
     """
 
     tables: Sequence[PlannedTable]
@@ -46,11 +51,14 @@ class Run:
     threads: int = 1
     steps: int = 20
     folder: str = ""
+    file_threads: int = 1
+    file_rounds: int = FILE_ROUNDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What rank 0 saw. Of the steps it is the quickest quarter: others may have been disturbed."""
+    """What rank 0 saw. Of the steps it is the quickest quarter: others may have been disturbed. Of what is
+    done with files it is the median of the rounds."""
 
     step_seconds: float
     best_step_seconds: float = 0.0
@@ -63,9 +71,15 @@ class Observed:
     dump_bytes: int = 0
     load_seconds: float = 0.0
     load_cpu_seconds: float = 0.0
+    load_reading_cpu_seconds: float = 0.0  # of the thread that reads
     append_seconds: float = 0.0
+    append_cpu_seconds: float = 0.0
     changed_rows: int = 0
     follow_seconds: float = 0.0
+    write_bytes_per_second: float = 0.0  # of the disk, beside each round
+    read_bytes_per_second: float = 0.0
+    file_seconds: float = 0.0
+    rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of what is done with files
 
 
 def run(ranks: int, runs: Sequence[Run]) -> list[Observed]:
@@ -116,6 +130,54 @@ def _resident_bytes() -> tuple[int, int]:
     return resident * page, (resident - shared) * page
 
 
+class _Took(NamedTuple):
+    seconds: float
+    cpu_seconds: float  # of this rank
+    thread_seconds: float  # of that, the main thread's
+
+
+def _touch(size: int) -> None:
+    """A virtual machine gives memory that is free for a second back to its host. Who uses it next waits for
+    it several times as long as its own work takes: here, and not in what is timed."""
+    np.empty(size, np.uint8)[:: os.sysconf("SC_PAGE_SIZE")] = 1
+
+
+def _disk(folder: Path) -> dict[str, float]:
+    """What the disk does now: bytes a second that it takes from the page cache and that it brings there, and
+    seconds for a small file that is made and synced."""
+    _touch(DISK_BYTES)
+    block, path = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), folder / "bytes"
+    with path.open("wb", buffering=0) as out:
+        for _ in range(DISK_BYTES // block.nbytes):
+            out.write(block.data)
+        start = time.perf_counter()
+        os.fsync(out.fileno())
+        write = time.perf_counter() - start
+    with path.open("rb", buffering=0) as source:
+        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        while source.readinto(block.data):
+            pass
+        read = time.perf_counter() - start
+    path.unlink()
+    paths = [folder / f"file{number}" for number in range(DISK_FILES)]
+    start = time.perf_counter()
+    with contextlib.ExitStack() as stack:  # as a dump does it: all are written, then each is synced
+        files = [stack.enter_context(path.open("wb", buffering=0)) for path in paths]
+        for file in files:
+            file.write(block.data[:4096])
+        for file in files:
+            os.fsync(file.fileno())
+    synced = (time.perf_counter() - start) / DISK_FILES
+    for path in paths:
+        path.unlink()
+    return {
+        "write_bytes_per_second": DISK_BYTES / write,
+        "read_bytes_per_second": DISK_BYTES / read,
+        "file_seconds": synced,
+    }
+
+
 class _Rank:
     """One of the processes."""
 
@@ -141,13 +203,14 @@ class _Rank:
         if self.world > 1:
             self._torch.distributed.barrier()
 
-    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def timed(self, work: Callable[[], Any]) -> tuple[_Took, Any]:
         """From the first rank that begins to the last one that ends."""
         self.together()
-        start = time.perf_counter()
+        start, used, own = time.perf_counter(), time.process_time(), time.thread_time()
         answer = work()
+        cpu_seconds, thread_seconds = time.process_time() - used, time.thread_time() - own
         self.together()
-        return time.perf_counter() - start, answer
+        return _Took(time.perf_counter() - start, cpu_seconds, thread_seconds), answer
 
     def module(self, order: Run) -> embstore.EmbeddingCollection:
         tables = [replace(t.options, max_capacity=t.rows // self.world * 5 // 4 + 1024) for t in order.tables]
@@ -215,55 +278,69 @@ class _Rank:
     def _files(
         self, order: Run, model: embstore.EmbeddingCollection, step: Callable[[], None]
     ) -> dict[str, Any]:
-        """The quickest of some rounds: memory that a virtual machine has never used, also that of the page
-        cache, costs several times as much as the work itself."""
-        rounds = [self._files_once(order, model, step) for _ in range(FILE_ROUNDS)]
-        return {name: min(found[name] for found in rounds) for name in rounds[0]}
+        """Medians of some rounds."""
+        embstore.set_num_threads(order.file_threads)
+        found = [self._files_once(order, model, step) for _ in range(order.file_rounds)]
+        rounds = {name: [one[name] for one in found] for name in found[0]}
+        whole = ("dump_bytes", "changed_rows")
+        medians = {name: float(np.median(values)) for name, values in rounds.items() if name not in whole}
+        return {**medians, **{name: int(rounds[name][0]) for name in whole}, "rounds": rounds}
 
     def _files_once(
         self, order: Run, model: embstore.EmbeddingCollection, step: Callable[[], None]
-    ) -> dict[str, Any]:
+    ) -> dict[str, float]:
         """Writes a log and an increment, which a reader follows; then a new module loads the base."""
-        path, tables = Path(order.folder) / "log", {"model": dict(model.tables)}
-        used = time.process_time()
-        dump_seconds, log = self.timed(lambda: embstore.IncrementLog.create(path, tables))
-        dump_cpu_seconds = time.process_time() - used
+        place = Path(order.folder)
+        path, tables = place / "log", {"model": dict(model.tables)}
+        disk = _disk(place) if self.rank == 0 else {}
+        size = sum(table.rows * table.dumped_bytes for table in order.tables) // self.world
+        self.together()
+        _touch(2 * size)  # the page cache
+        dump, log = self.timed(lambda: embstore.IncrementLog.create(path, tables))
         [base] = path.glob("base-*")
         reader = None
         if self.rank == 0:
-            reader = embstore.serving.Reader(path, cache=Path(order.folder) / "cache")
+            reader = embstore.serving.Reader(path, cache=place / "cache")
         step()
-        append_seconds, _ = self.timed(lambda: log.append(tables))
-        follow_seconds, _ = self.timed(lambda: reader.follow() if reader else None)
+        _touch(size)
+        append, _ = self.timed(lambda: log.append(tables))
+        start = time.perf_counter()
+        if reader:  # which waits for no rank
+            reader.follow()
+        follow_seconds = time.perf_counter() - start
+        self.together()
         increment = max(path.glob("increment-*"))
         keys = [file for file in increment.rglob("*_keys") if "_opt_state_" not in file.name]
         written = [file for file in base.rglob("*") if file.is_file()]
         sizes = sum(file.stat().st_size for file in written)
         changed = sum(file.stat().st_size for file in keys) // 8
         fresh = self.module(order)
+        again = {"model": dict(fresh.tables)}
+        self.together()
         for file in written:  # from the disk, not from the page cache
             fd = os.open(file, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-        again = {"model": dict(fresh.tables)}
-        used = time.process_time()
-        load_seconds, _ = self.timed(lambda: embstore.load(base, again, optim=True))
-        load_cpu_seconds = time.process_time() - used
+        _touch(3 * size)  # the page cache, the tables with their index
+        load, _ = self.timed(lambda: embstore.load(base, again, optim=True))
         for table in fresh.tables.values():
             table.close()
         self.together()
         if reader:
             reader.close()
             shutil.rmtree(path)
-            shutil.rmtree(Path(order.folder) / "cache")
+            shutil.rmtree(place / "cache")
         self.together()
         return {
-            "dump_seconds": dump_seconds,
-            "dump_cpu_seconds": dump_cpu_seconds,
+            **disk,
+            "dump_seconds": dump.seconds,
+            "dump_cpu_seconds": dump.cpu_seconds,
             "dump_bytes": sizes,
-            "load_seconds": load_seconds,
-            "load_cpu_seconds": load_cpu_seconds,
-            "append_seconds": append_seconds,
+            "load_seconds": load.seconds,
+            "load_cpu_seconds": load.cpu_seconds,
+            "load_reading_cpu_seconds": load.cpu_seconds - load.thread_seconds,
+            "append_seconds": append.seconds,
+            "append_cpu_seconds": append.cpu_seconds,
             "changed_rows": changed,
             "follow_seconds": follow_seconds,
         }

@@ -57,8 +57,27 @@ class PlannedTable:
     @property
     def dumped_bytes(self) -> int:
         """Of a row in a dump or an increment with states: layout v1a repeats the keys for each state."""
-        states = len(self.options.optimizer.state_names(self.options.dim))
-        return 16 + self.vector_bytes + 4 * self._state_floats + 8 * states
+        return 16 + self.vector_bytes + 4 * self._state_floats + 8 * self._states
+
+    @property
+    def dumped_files(self) -> int:
+        """Of a dump with states: keys, vectors, scores, arguments; keys and values of each state. An
+        increment has one more, of what is gone."""
+        return 4 + 2 * self._states
+
+    @property
+    def loaded_files(self) -> int:
+        """Of a dump, as far as a load reads them: keys, vectors, scores, each state."""
+        return 3 + self._states
+
+    @property
+    def followed_bytes(self) -> int:
+        """Of a row in an increment, as far as a reader looks at it: key and vector."""
+        return 8 + self.vector_bytes
+
+    @property
+    def _states(self) -> int:
+        return len(self.options.optimizer.state_names(self.options.dim))
 
 
 def planned_table(
