@@ -125,14 +125,15 @@ void Table::Place(Newcomers& fresh, Eviction eviction) {
 
 bool Table::PlacePart(Newcomers& fresh, Eviction eviction, size_t begin, size_t end) {
   // In the order in which an eviction reads them.
-  constexpr size_t kQueueAhead = 32, kHomeAhead = 24, kFillAhead = 16, kVictimAhead = 12,
-                   kAwayAhead = 6, kInsertAhead = 16, kFreeAhead = 8, kRing = 8;
+  constexpr size_t kHeadAhead = 40, kQueueAhead = 32, kHomeAhead = 24, kFillAhead = 16,
+                   kVictimAhead = 12, kAwayAhead = 6, kInsertAhead = 16, kFreeAhead = 8, kRing = 8;
   bool is_away[kRing] = {};  // whether the victims that were peeked at last are not at home
   const auto class_at = [&](size_t i) { return ClassOf(fresh.placed[i].hash); };
   const auto evicts_at = [&](size_t i) { return i < end && fresh.placed[i].number >= fresh.plain; };
   for (size_t i = begin; i < end; ++i) fresh.fates[i] = {{}, false};  // if this throws, too
   bool aside = false;
   for (size_t i = begin; i < end; ++i) {
+    if (evicts_at(i + kHeadAhead)) queues_->PrefetchHead(class_at(i + kHeadAhead));
     if (evicts_at(i + kQueueAhead)) queues_->Prefetch(class_at(i + kQueueAhead));
     if (evicts_at(i + kHomeAhead)) {
       const size_t in_class = class_at(i + kHomeAhead);
@@ -202,7 +203,7 @@ void Table::FillRows(Newcomers& fresh, const FetchedRows& below, const float* in
     float* const scratch = fresh.scratch.as<float>() + task * options_.dim;
     int64_t fetched = 0;
     for (auto i = static_cast<size_t>(task * kRowsPerFill); i < end; ++i) {
-      constexpr size_t kAhead = 8;
+      constexpr size_t kAhead = 24;
       if (const Row next = i + kAhead < end ? fresh.placed[i + kAhead].row : kMissingRow;
           next >= 0) {
         const std::byte* const row = rows_.at(next);

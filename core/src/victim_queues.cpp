@@ -5,8 +5,6 @@
 
 namespace embstore {
 
-void VictimQueues::Forget() { std::fill(counts_.begin(), counts_.end(), kUnknown); }
-
 void VictimQueues::Candidates::MakeRoom(int64_t more) {
   if (count + more <= kMostCandidates) return;
   constexpr int64_t kKept = kEntries + 1;  // one more than a queue has: so it is not complete
@@ -24,21 +22,22 @@ void VictimQueues::Fill(size_t in_class, Candidates& all, bool none_left_out) {
     queue.entries[kept - 1 - i] = {all.worths[i], all.keys[i]};
   }
   queue.bound = complete ? kNoBound : kept ? RankOf(queue.entries[0]) : Rank{};
-  counts_[in_class] = static_cast<uint8_t>(kept);
+  queue.count = static_cast<int16_t>(kept);
+  queue.knowledge = knowledge_;
   SetHeld(in_class, 0);
 }
 
 void VictimQueues::Remove(size_t in_class, int at) {
-  uint8_t& count = counts_[in_class];
-  assert(count != kUnknown && at >= 0 && at < count - held(in_class));
-  Entry* const entries = queue(in_class).entries;
-  std::copy(entries + at + 1, entries + count, entries + at);
-  --count;
+  assert(IsKnown(in_class));
+  Queue& queue = this->queue(in_class);
+  assert(at >= 0 && at < queue.count - held(in_class));
+  std::copy(queue.entries + at + 1, queue.entries + queue.count, queue.entries + at);
+  --queue.count;
 }
 
 bool VictimQueues::Offer(size_t in_class, const Entry& entry, bool held) {
-  uint8_t& count = counts_[in_class];
   Queue& queue = this->queue(in_class);
+  int16_t& count = queue.count;
   const Rank rank = RankOf(entry);
   if (rank > queue.bound) return false;
   int at = count;  // the first that ranks below, which are at the end

@@ -27,7 +27,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "embstore/hash.h"
 #include "embstore/kernels.h"
@@ -65,19 +64,16 @@ class VictimQueues {
   };
 
   explicit VictimQueues(int class_bits)
-      : class_bits_(class_bits),
-        counts_(size_t{1} << class_bits, kUnknown),
-        held_(size_t{1} << class_bits),
-        buffer_(sizeof(Queue) << class_bits) {}
+      : class_bits_(class_bits), buffer_(sizeof(Queue) << class_bits) {}
 
   static int64_t BytesFor(int class_bits) {
-    return static_cast<int64_t>(sizeof(Queue) + sizeof(Held) + 1) << class_bits;
+    return static_cast<int64_t>(sizeof(Queue)) << class_bits;
   }
   int64_t bytes() const { return BytesFor(class_bits_); }
 
-  bool IsKnown(size_t in_class) const { return counts_[in_class] != kUnknown; }
+  bool IsKnown(size_t in_class) const { return queue(in_class).knowledge == knowledge_; }
   // Forgets what it knows of all classes.
-  void Forget();
+  void Forget() { ++knowledge_; }
   // A new call, which has seen no entries yet.
   void BeginCall() { ++call_; }
 
@@ -88,7 +84,7 @@ class VictimQueues {
   // REQUIRES of the rest: IsKnown(in_class).
   // The entries, the largest first.
   std::span<const Entry> entries(size_t in_class) const {
-    return {queue(in_class).entries, counts_[in_class]};
+    return {queue(in_class).entries, static_cast<size_t>(queue(in_class).count)};
   }
   const Rank& bound(size_t in_class) const { return queue(in_class).bound; }
   // Every key of the class has an entry.
@@ -99,55 +95,56 @@ class VictimQueues {
   bool Offer(size_t in_class, const Entry& entry, bool held = false);
   // How many of the last entries the call has seen and must not evict.
   int held(size_t in_class) const {
-    const Held& seen = held_[in_class];
-    return seen.call == call_ ? seen.entries : 0;
+    const Queue& own = queue(in_class);
+    return own.call == call_ ? own.held : 0;
   }
   // The last entry before these is such a one too.
   void HoldNext(size_t in_class) { SetHeld(in_class, held(in_class) + 1); }
 
   // The next victim is not known without a fill.
   bool IsSpent(size_t in_class) const {
-    return !IsKnown(in_class) || (counts_[in_class] == 0 && !IsComplete(in_class));
+    return !IsKnown(in_class) || (queue(in_class).count == 0 && !IsComplete(in_class));
   }
 
-  // First the queue, then what it names; all of it if it has to be filled.
+  // In two steps: the head of the queue, and then what it names; all of it if it has to be filled.
+  void PrefetchHead(size_t in_class) const { __builtin_prefetch(&queue(in_class), 1); }
   void Prefetch(size_t in_class) const {
-    const Queue& own = queue(in_class);
-    __builtin_prefetch(&own, 1);
     if (const Entry* const next = Next(in_class)) {
       __builtin_prefetch(next, 1);
       return;
     }
-    const auto* const line = reinterpret_cast<const std::byte*>(&own);
+    const auto* const line = reinterpret_cast<const std::byte*>(&queue(in_class));
     for (size_t at = 64; at < sizeof(Queue); at += 64) __builtin_prefetch(line + at, 1);
   }
   // The key that goes next unless its worth has risen, or null.
   const Entry* Next(size_t in_class) const {
     if (!IsKnown(in_class)) return nullptr;
-    const int left = counts_[in_class] - held(in_class);
+    const int left = queue(in_class).count - held(in_class);
     return left > 0 ? &queue(in_class).entries[left - 1] : nullptr;
   }
 
  private:
-  static constexpr uint8_t kUnknown = UINT8_MAX;
   static constexpr Rank kNoBound{UINT64_MAX, UINT64_MAX};
+  // What most uses read is on the first line, so that a class costs one wait for memory less.
   struct alignas(64) Queue {
+    uint64_t knowledge;  // the queue is known if it is that of now
+    uint32_t call;       // that has seen the held entries
+    int16_t held, count;
     Rank bound;
     Entry entries[kEntries];
   };
-  struct Held {
-    uint32_t call = 0;
-    int32_t entries = 0;
-  };
-  void SetHeld(size_t in_class, int entries) { held_[in_class] = {call_, entries}; }
+  static_assert(sizeof(Queue) == 512);
+  void SetHeld(size_t in_class, int entries) {
+    queue(in_class).call = call_;
+    queue(in_class).held = static_cast<int16_t>(entries);
+  }
   Queue& queue(size_t in_class) { return reinterpret_cast<Queue*>(buffer_.data())[in_class]; }
   const Queue& queue(size_t in_class) const {
     return reinterpret_cast<const Queue*>(buffer_.data())[in_class];
   }
 
   int class_bits_;
-  std::vector<uint8_t> counts_;  // of entries; apart, to know their place before they are read
-  std::vector<Held> held_;
+  uint64_t knowledge_ = 1;
   uint32_t call_ = 1;
   HugeBuffer buffer_;
 };
