@@ -21,7 +21,6 @@
 namespace embstore {
 namespace {
 
-using Entry = VictimQueues::Entry;
 using Rank = VictimQueues::Rank;
 
 TEST(Every instruction set finds the smallest keys and puts them in order) {
@@ -103,84 +102,6 @@ TEST(Every instruction set collects the keys of a range up to a score) {
           CHECK(std::equal(expected_rows.begin(), expected_rows.end(), rows.begin() + kBefore));
         }
       }
-    }
-  }
-}
-
-TEST(A queue holds the smallest keys of its class and nothing else) {
-  for (const int64_t known : {0, 1, 7, 29, 30, 31, 59, 60, 61, 97, 1023}) {
-    std::mt19937_64 random(static_cast<uint64_t>(known));
-    VictimQueues queues(2);
-    CHECK(!queues.IsKnown(3));
-    std::map<Rank, Entry> all;
-    VictimQueues::Candidates candidates;
-    const auto next = [&](int64_t key) {
-      const Entry entry{random() % 5 == 0 ? UINT64_MAX : 1 + random() % 9, key};
-      all[VictimQueues::RankOf(entry)] = entry;
-      return entry;
-    };
-    for (int64_t key = 0; key < known; ++key) {
-      candidates.MakeRoom(1);
-      candidates.Add(next(key));
-    }
-    queues.Fill(3, candidates);
-    CHECK_EQ(queues.IsComplete(3), known <= VictimQueues::kEntries);
-    for (int64_t key = known; key < known + 200; ++key) {
-      if (random() % 3 != 0) {
-        const Entry entry = next(key);
-        const bool kept = queues.Offer(3, entry);
-        CHECK_EQ(kept, VictimQueues::RankOf(entry) <= queues.bound(3));
-        CHECK_EQ(queues.Offer(3, entry), kept);  // twice is once
-      } else if (const auto count = static_cast<int>(queues.entries(3).size())) {
-        const int at = static_cast<int>(random() % static_cast<uint64_t>(count));
-        all.erase(VictimQueues::RankOf(queues.entries(3)[static_cast<size_t>(at)]));
-        queues.Remove(3, at);
-      }
-      std::vector<int64_t> expected, found;
-      for (const auto& [rank, entry] : all) {
-        if (rank <= queues.bound(3)) expected.push_back(entry.key);
-      }
-      for (const Entry& entry : queues.entries(3)) found.push_back(entry.key);
-      std::reverse(found.begin(), found.end());
-      CHECK(found == expected);
-      CHECK(found.size() <= size_t{VictimQueues::kEntries});
-    }
-    CHECK(!queues.IsKnown(2));
-    queues.Forget();
-    CHECK(!queues.IsKnown(3));
-  }
-}
-
-TEST(A call that has seen keys that it must not evict is offered the smallest of the others) {
-  for (const int64_t known : {1, 7, 30, 97}) {
-    std::mt19937_64 random(static_cast<uint64_t>(known));
-    VictimQueues queues(0);
-    std::set<int64_t> held;
-    VictimQueues::Candidates candidates;
-    for (int64_t key = 0; key < known; ++key) {
-      candidates.Add({1 + random() % 3, key});
-      if (random() % 2) held.insert(key);
-    }
-    queues.Fill(0, candidates);
-    for (int64_t key = known; key < known + 300; ++key) {
-      if (random() % 29 == 0) {
-        queues.BeginCall();
-        CHECK_EQ(queues.held(0), 0);
-        for (const Entry& entry : queues.entries(0)) {
-          if (random() % 2) held.erase(entry.key);
-        }
-      }
-      const Entry* next = queues.Next(0);
-      for (; next && held.contains(next->key); next = queues.Next(0)) queues.HoldNext(0);
-      const auto entries = queues.entries(0);
-      auto smallest = static_cast<int64_t>(entries.size()) - 1;
-      while (smallest >= 0 && held.contains(entries[static_cast<size_t>(smallest)].key)) --smallest;
-      CHECK_EQ(next ? next - entries.data() : -1, smallest);
-      CHECK_EQ(queues.held(0), static_cast<int64_t>(entries.size()) - 1 - smallest);
-      if (next && random() % 2) queues.Remove(0, static_cast<int>(next - entries.data()));
-      const bool is_held = random() % 2;
-      if (is_held) held.insert(key);
-      queues.Offer(0, {1 + random() % 3, key}, is_held);
     }
   }
 }
