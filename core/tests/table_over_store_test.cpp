@@ -1,4 +1,5 @@
 // A table over a store: what comes up, what goes down, and what changes meanwhile.
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -194,6 +195,29 @@ TEST(A row that comes up for training tells the store when it was last used, whe
   CHECK(used > before);
   cache.PushDown();
   CHECK_EQ(cache.ScoreBelow(7), used);
+}
+
+TEST(Rows that were read ahead and dropped unused go once their class is searched again) {
+  Cache cache;
+  const std::vector<int64_t> ahead = Range(1, 101);
+  for (const int64_t key : ahead) cache.Set(key, 1.0f);
+  cache.PushDown();
+  const auto resident = [&] {
+    std::vector<uint8_t> found(ahead.size());
+    cache.table->Resident(ahead, found.data());
+    return std::count(found.begin(), found.end(), 1);
+  };
+  {
+    const auto list = cache.table->Prefetch(ahead);
+    LookUpOne(cache.table, Range(300, 305));
+    CHECK_EQ(resident(), 100);
+  }
+  LookUpOne(cache.table, {400});  // takes the row of another: these were left out
+  CHECK_EQ(resident(), 100);
+  CHECK_EQ(cache.table->size(), 128);
+  LookUpOne(cache.table, Range(500, 560));  // more than there are others
+  CHECK(resident() < 100);
+  CHECK_EQ(cache.table->size(), 128);
 }
 
 TEST(Coming up is no use where uses are counted) {
