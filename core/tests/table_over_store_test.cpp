@@ -185,16 +185,19 @@ TEST(A key below that is erased twice in one call counts once) {
 }
 
 TEST(A row that comes up for training tells the store when it was last used, where rows expire) {
-  Cache cache(ScoreStrategy::kStep, /*ttl=*/1000);
-  cache.Set(7, 1.0f);
-  cache.PushDown();
-  const uint64_t before = cache.ScoreBelow(7);
-  CHECK(before > 0);
-  LookUpOne(cache.table, {7});  // and no gradient
-  const uint64_t used = cache.ScoreOf(7);
-  CHECK(used > before);
-  cache.PushDown();
-  CHECK_EQ(cache.ScoreBelow(7), used);
+  for (const uint64_t ttl : {1, 1000}) {
+    Cache cache(ScoreStrategy::kStep, ttl);
+    LookUpOne(cache.table, {7});
+    for (const int64_t key : Range(1000, 1300)) cache.Set(key, 1.0f);  // no step passes
+    CHECK(!cache.IsResident(7));
+    const uint64_t before = cache.ScoreBelow(7);
+    CHECK(before > 0);
+    LookUpOne(cache.table, {7});  // and no gradient
+    const uint64_t used = cache.ScoreOf(7);
+    CHECK(used > before);
+    cache.table->Flush();
+    CHECK_EQ(cache.ScoreBelow(7), used);
+  }
 }
 
 TEST(Rows that were read ahead and dropped unused go once their class is searched again) {
@@ -220,6 +223,21 @@ TEST(Rows that were read ahead and dropped unused go once their class is searche
   CHECK_EQ(cache.table->size(), 128);
 }
 
+TEST(A snapshot that begins while a row is read ahead has the row with its score) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.PushDown();
+  const uint64_t score = cache.ScoreBelow(7);
+  std::unique_ptr<Snapshot> snapshot;
+  cache.store->before_return = [&] { snapshot = std::make_unique<Snapshot>(cache.table); };
+  cache.table->Prefetch(std::vector<int64_t>{7});
+  CHECK(snapshot != nullptr);
+  cache.Set(7, 2.0f);
+  const auto rows = Rest(*snapshot);
+  CHECK_EQ(rows.at(7).value[0], 1.0f);
+  CHECK_EQ(rows.at(7).score, score);
+}
+
 TEST(Coming up is no use where uses are counted) {
   Cache cache(ScoreStrategy::kLfu);
   for (int i = 0; i < 3; ++i) LookUpOne(cache.table, {7});
@@ -231,6 +249,7 @@ TEST(Coming up is no use where uses are counted) {
   cache.table->Prefetch(std::vector<int64_t>{7});
   CHECK(cache.IsResident(7));
   CHECK_EQ(cache.ScoreOf(7), uint64_t{3});
+  cache.table->CheckInvariants();
 }
 
 TEST(Gradients of all occurrences of a key reach a row that is below) {
@@ -275,7 +294,10 @@ TEST(A table that is closed while it reads ahead says so) {
   Cache cache;
   cache.Set(7, 1.0f);
   cache.PushDown();
-  cache.store->before_return = [&] { cache.table->Close(); };
+  cache.store->before_return = [&] {
+    LookUpOne(cache.table, {8});  // rows have changed, too
+    cache.table->Close();
+  };
   CHECK_THROWS(InvalidState, "closed", cache.table->Prefetch(std::vector<int64_t>{7}));
 }
 
