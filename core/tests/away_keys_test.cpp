@@ -161,6 +161,35 @@ TEST(The keys in mind come home in their order and are forgotten, whoever adds t
   }
 }
 
+TEST(Keys of groups that mix come home to the same places in whatever order they were added) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    const std::vector<int64_t> keys = RandomKeys(256, seed);
+    std::mt19937_64 random(seed);
+    std::vector<Slot> expected;
+    for (int order = 0; order < 4; ++order) {
+      KeyIndex index({.init_capacity = 256, .max_capacity = 256});
+      Model model;
+      for (size_t i = 0; i < keys.size(); ++i) Insert(index, model, keys[i], 1 + i % 7);
+      std::vector<int64_t> away;
+      for (const int64_t key : keys) {
+        if (!IsHome(index, key)) away.push_back(key);
+      }
+      std::shuffle(away.begin(), away.end(), random);
+      AwayKeys in_mind;
+      for (const int64_t key : away) {
+        AwayHits hits;
+        hits.keys[hits.count++] = key;
+        in_mind.Add(hits);
+      }
+      in_mind.BringHome(index);
+      std::vector<Slot> slots;
+      for (const int64_t key : keys) slots.push_back(index.Find(key));
+      if (order == 0) expected = slots;
+      CHECK(slots == expected);
+    }
+  }
+}
+
 TEST(Keys that threads add come home, and beyond the room some do) {
   KeyIndex index({.init_capacity = 4096, .max_capacity = 4096});
   Model model;

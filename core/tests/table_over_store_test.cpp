@@ -212,7 +212,8 @@ TEST(Rows that were read ahead and dropped unused go once their class is searche
   };
   {
     const auto list = cache.table->Prefetch(ahead);
-    LookUpOne(cache.table, Range(300, 305));
+    LookUpOne(cache.table, Range(300, 328));  // in place of all others
+    LookUpOne(cache.table, Range(330, 335));  // for which the class is searched
     CHECK_EQ(resident(), 100);
   }
   LookUpOne(cache.table, {400});  // takes the row of another: these were left out

@@ -36,7 +36,8 @@ TEST(Candidates make room by dropping the largest and only where there is none) 
       const int64_t more = kMostCandidates - count + beyond;
       if (beyond > 0 && count <= kEntries) continue;  // more than anybody asks for
       VictimQueues::Candidates all;
-      for (int64_t key = 0; key < count; ++key) all.Add({1 + random() % 9, key - 3});
+      const uint64_t worths = beyond % 2 ? 100'000 : 9;  // with ties and without
+      for (int64_t key = 0; key < count; ++key) all.Add({1 + random() % worths, key - 3});
       const std::vector<Rank> before = SortedRanks(all);
       all.MakeRoom(more);
       const std::vector<Rank> after = SortedRanks(all);

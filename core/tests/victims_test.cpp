@@ -429,20 +429,34 @@ TEST(A newcomer takes a row from a key that it leads by an eighth and by no less
   CHECK_EQ(contest(own - kLead + 1), uint64_t{0});
 }
 
-TEST(A class of which most keys lie in the overflow area gives its smallest) {
-  constexpr int64_t kCapacity = 1024;  // one class
+TEST(A class with many keys in the overflow area gives its smallest) {
+  constexpr int64_t kCapacity = 4096;  // eight buckets of one stripe, a class for each
   TableOptions options = SmallTable(1, kCapacity);
+  options.index.bucket_capacity = 512;
   const auto table = Table::Create(options);
-  const std::vector<int64_t> crafted = CraftedKeys(options.index.seed, 0, kCapacity + 200);
-  std::vector<int64_t> keys(crafted.begin(), crafted.begin() + kCapacity);
+  const HashSecret secret = SecretOf(options.index.seed);
+  std::vector<int64_t> first, others;
+  for (int64_t key = 0; first.size() < 2200; ++key) {
+    const uint64_t in_class = KeyedHash(key, secret) >> 61;
+    if (in_class == 0) first.push_back(key);
+    if (0 < in_class && in_class < 4 && others.size() < kCapacity - 2000) others.push_back(key);
+  }
+  LookUpOne(table, others);  // second buckets of the first class are full now
+  std::vector<int64_t> keys(first.begin(), first.begin() + 2000);
   LookUpOne(table, keys);  // all of one score
+  CHECK_EQ(table->size(), kCapacity);
+  std::vector<Slot> slots(keys.size());
+  std::vector<Row> rows(keys.size());
+  ActiveKernels().find(table->index(), keys.data(), std::ssize(keys), slots.data(), rows.data(),
+                       ScoreUpdate::kKeep, 0, true);
+  CHECK(std::count_if(slots.begin(), slots.end(), KeyIndex::IsAside) > kMostCandidates);
   std::sort(keys.begin(), keys.end(), [](int64_t a, int64_t b) { return HashKey(a) < HashKey(b); });
   for (int64_t gone = 0; gone < 200; gone += 50) {
-    const auto begin = crafted.begin() + kCapacity + gone;
+    const auto begin = first.begin() + 2000 + gone;
     LookUpOne(table, {begin, begin + 50});
     table->CheckInvariants();
     CHECK_EQ(CountFound(*table, {keys.begin(), keys.begin() + gone + 50}), 0);
-    CHECK_EQ(CountFound(*table, {keys.begin() + gone + 50, keys.end()}), kCapacity - gone - 50);
+    CHECK_EQ(CountFound(*table, {keys.begin() + gone + 50, keys.end()}), 2000 - gone - 50);
   }
 }
 
