@@ -20,7 +20,8 @@ namespace {
 
 constexpr int64_t kDim = 5;
 
-// A memory store that counts scans and reads of keys, and does something before a read returns.
+// A memory store that counts scans, and reads and writes of keys, and does something before a read
+// returns.
 class Watched final : public PassesOn {
  public:
   Watched() : PassesOn(MakeMemoryStore(kDim * 4, 0)) {}
@@ -32,6 +33,10 @@ class Watched final : public PassesOn {
         std::exchange(before_return, nullptr);  // not in the reads that it makes itself
     if (now) now();
   }
+  void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
+    PassesOn::Put(keys, rows, scores);
+    for (const int64_t key : keys) ++writes[key];
+  }
   std::unique_ptr<StoreScanner> Scan() const override {
     ++scans;
     return PassesOn::Scan();
@@ -41,6 +46,7 @@ class Watched final : public PassesOn {
   mutable int scans = 0;
   int flushes = 0;
   mutable std::map<int64_t, int> reads;
+  std::map<int64_t, int> writes;
   mutable std::function<void()> before_return;
 };
 
@@ -198,6 +204,21 @@ TEST(A row that comes up for training tells the store when it was last used, whe
     cache.table->Flush();
     CHECK_EQ(cache.ScoreBelow(7), used);
   }
+}
+
+TEST(A row that comes up and does not change is not written again, where rows do not expire) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.PushDown();
+  CHECK_EQ(cache.store->writes[7], 1);
+  LookUpOne(cache.table, {7});
+  CHECK(cache.IsResident(7));
+  cache.PushDown();
+  CHECK(!cache.IsResident(7));
+  CHECK_EQ(cache.store->writes[7], 1);
+  cache.Set(7, 2.0f);
+  cache.PushDown();
+  CHECK_EQ(cache.store->writes[7], 2);
 }
 
 TEST(Rows that were read ahead and dropped unused go once their class is searched again) {
