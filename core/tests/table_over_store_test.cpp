@@ -194,15 +194,22 @@ TEST(A row that comes up for training tells the store when it was last used, whe
   for (const uint64_t ttl : {1, 1000}) {
     Cache cache(ScoreStrategy::kStep, ttl);
     LookUpOne(cache.table, {7});
-    for (const int64_t key : Range(1000, 1300)) cache.Set(key, 1.0f);  // no step passes
+    // With scores that are given no step passes.
+    const std::vector<float> values(300 * kDim);
+    const std::vector<uint64_t> scores(300, 2);
+    cache.table->Assign(Range(1000, 1300), values.data(), nullptr, scores.data());
     CHECK(!cache.IsResident(7));
     const uint64_t before = cache.ScoreBelow(7);
     CHECK(before > 0);
     LookUpOne(cache.table, {7});  // and no gradient
     const uint64_t used = cache.ScoreOf(7);
     CHECK(used > before);
+    CHECK_EQ(cache.table->stats().expired, 0);
     cache.table->Flush();
     CHECK_EQ(cache.ScoreBelow(7), used);
+    cache.PushDown();
+    cache.table->Prefetch(std::vector<int64_t>{7});  // with a score that others exceed
+    cache.table->CheckInvariants();
   }
 }
 
