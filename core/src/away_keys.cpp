@@ -1,14 +1,17 @@
 #include "embstore/away_keys.h"
 
 #include <algorithm>
+#include <span>
 
 namespace embstore {
 
 void AwayKeys::Add(const AwayHits& hits) {
   if (hits.count == 0) return;
   const auto n = static_cast<size_t>(hits.count);
-  const size_t at = count_.fetch_add(n, std::memory_order_relaxed);
-  for (size_t i = 0; i < n && at + i < keys_.size(); ++i) keys_[at + i] = hits.keys[i];
+  size_t at = count_.fetch_add(n, std::memory_order_relaxed);
+  for (const int64_t key : std::span(hits.keys, n)) {
+    if (at < keys_.size()) keys_[at++] = key;
+  }
 }
 
 void AwayKeys::BringHome(KeyIndex& index) {

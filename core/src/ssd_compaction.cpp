@@ -2,6 +2,7 @@
 // garbage.
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <exception>
 #include <stdexcept>
 
@@ -51,7 +52,7 @@ void SsdStoreImpl::Compact(int64_t limit) noexcept {
         segments_[static_cast<size_t>(victim)].damaged = true;
         continue;
       }
-      Empty(victim, moving_);
+      MoveRows(moving_);
     }
   } catch (const std::exception&) {
   }
@@ -76,8 +77,8 @@ void SsdStoreImpl::ReadLive(int64_t number, LiveRows& live, bool whole) {
     throw InvalidState(Describe() + " is damaged: segment " + std::to_string(number) +
                        " should hold " + std::to_string(n) + " live rows but does not");
   };
-  require(n == segments_[static_cast<size_t>(number)].live);
-  require(n == 0 || live.places.back() < std::ssize(rows.keys));
+  assert(n > 0 && n == segments_[static_cast<size_t>(number)].live);
+  require(live.places.back() < std::ssize(rows.keys));
   live.keys.resize(live.places.size());
   live.scores.resize(live.places.size());
   live.rows.resize(live.places.size());
@@ -116,12 +117,11 @@ void SsdStoreImpl::ReadLive(int64_t number, LiveRows& live, bool whole) {
   });
 }
 
-void SsdStoreImpl::Empty(int64_t number, const LiveRows& live) {
+// The segment that they leave is retired with the last of them.
+void SsdStoreImpl::MoveRows(const LiveRows& live) {
   Append(live.keys, live.rows.data(), live.scores.data(),
          {live.checksums.data(), live.entries.data()});
   moved_rows_ += static_cast<int64_t>(live.keys.size());
-  // A segment without live rows was not retired by the last row that left it.
-  if (segments_[static_cast<size_t>(number)].state == State::kWritten) Retire(number);
 }
 
 }  // namespace embstore

@@ -446,6 +446,8 @@ void SsdStoreImpl::CheckInvariants() const {
     RequireInvariant(segment.live == live[i], "a segment counts the rows that the index names");
     RequireInvariant(segment.state != State::kFree || (!segment.live && !segment.checkpoints),
                      "nothing names rows of a free segment");
+    RequireInvariant(segment.state != State::kWritten || segment.live || segment.checkpoints,
+                     "a segment that nothing names is retired");
     RequireInvariant((segment.state == State::kInMemory) == in_memory_.contains(number),
                      "a segment in memory has a buffer");
     RequireInvariant(segment.state == State::kFree || !free_.contains(number),

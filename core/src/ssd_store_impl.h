@@ -191,7 +191,7 @@ class SsdStoreImpl final : public SsdStore {
   void Compact(int64_t limit) noexcept;
   std::vector<int64_t> PickVictims(int64_t limit) const;
   void ReadLive(int64_t segment, LiveRows& live, bool whole);
-  void Empty(int64_t segment, const LiveRows& live);
+  void MoveRows(const LiveRows& live);
 
   // ssd_checkpoint.cpp
   struct CheckpointRows {

@@ -48,11 +48,11 @@ Row Table::FindRow(int64_t key) const {
 }
 
 std::vector<uint32_t> Table::FindMissing(std::span<const int64_t> keys, Row* rows) {
-  const auto n = static_cast<int64_t>(keys.size());
   std::vector<uint32_t> missing;
   FindAll(keys, rows, {ScoreUpdate::kKeep, 0});
-  for (int64_t i = 0; i < n; ++i) {
-    if (rows[i] == kMissingRow) missing.push_back(static_cast<uint32_t>(i));
+  const std::span<const Row> found(rows, keys.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (found[i] == kMissingRow) missing.push_back(static_cast<uint32_t>(i));
   }
   return missing;
 }
@@ -171,7 +171,7 @@ void Table::LoadCheckpoint(const std::string& name) {
 }
 
 void Table::PreserveBelow(std::span<const int64_t> keys) {
-  if (!snapshot_ || !below_.exists() || keys.empty()) return;
+  if (!snapshot_ || !below_.exists()) return;
   try {
     snapshot_->PreserveBelow(keys, below_.Fetch(keys, /*with_scores=*/true));
   } catch (...) {

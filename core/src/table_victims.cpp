@@ -43,7 +43,7 @@ void Table::FillQueue(size_t in_class) {
   };
   const auto look = [&](const IndexGroup* groups, int64_t n) {
     constexpr int64_t kPiece = 64;
-    Row rows[kMostCandidates + VictimQueues::Candidates::kPadding];
+    Row rows[VictimQueues::Candidates::kPlaces];
     for (int64_t begin = 0; begin < n; begin += kPiece) {
       all.MakeRoom(kPiece * IndexGroup::kSlots);
       const int64_t before = all.count;
@@ -86,7 +86,7 @@ Slot Table::Smallest(size_t in_class, uint64_t most) {
           queues_->HoldNext(in_class);
           continue;
         }
-        queues_->Remove(in_class, at);
+        queues_->Remove(in_class, at);  // its key goes
         return slot;
       }
       if (queues_->bound(in_class).worth > most || queues_->IsComplete(in_class)) return kNoSlot;
@@ -107,7 +107,8 @@ Slot Table::SearchClass(size_t in_class, uint64_t most, const IsHeld& is_held) c
       FirstOf(in_class), LastOf(in_class), [](uint64_t score) { return score != 0; },
       [&](Slot slot, const IndexEntry& entry) {
         const VictimQueues::Rank rank{Worth(entry), HashKey(entry.key)};
-        if (rank.worth > most || (best != kNoSlot && rank > smallest) || is_held(entry)) return;
+        if (rank.worth > most) return;
+        if ((best != kNoSlot && rank > smallest) || is_held(entry)) return;
         best = slot;
         smallest = rank;
       });

@@ -116,6 +116,80 @@ TEST(The probe of every instruction set tells which keys it found away, as many 
   }
 }
 
+TEST(The keys in mind come home in their order and are forgotten, whoever adds them first) {
+  constexpr int64_t kRoom = 256;
+  const std::vector<int64_t> keys = RandomKeys(4096, 9);
+  std::vector<int64_t> away;
+  const auto fresh = [&] {
+    KeyIndex index({.init_capacity = 4096, .max_capacity = 4096});
+    Model model;
+    for (size_t i = 0; i < keys.size(); ++i) Insert(index, model, keys[i], 1 + i % 7);
+    return index;
+  };
+  KeyIndex untouched = fresh();
+  for (const int64_t key : keys) {
+    if (!IsHome(untouched, key) && !KeyIndex::IsAside(untouched.Find(key))) away.push_back(key);
+  }
+  CHECK(std::ssize(away) > 2 * kRoom + AwayHits::kMost);
+  const auto slots_of = [&](const KeyIndex& index) {
+    std::vector<Slot> slots;
+    for (const int64_t key : keys) slots.push_back(index.Find(key));
+    return slots;
+  };
+  std::mt19937_64 random(1);
+  for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{7}, kRoom - 1, kRoom, kRoom + 1}) {
+    for (const int block : {1, 3, AwayHits::kMost}) {
+      KeyIndex expected = fresh(), index = fresh();
+      AwayKeys in_mind;
+      for (int round = 0; round < 2; ++round) {  // the second starts without what the first had
+        const auto begin = away.begin() + round * (kRoom + AwayHits::kMost);
+        std::vector<int64_t> wanted(begin, begin + count);
+        for (int64_t i = 0; i < count;) {
+          AwayHits hits;
+          while (hits.count < block && i < count) hits.keys[hits.count++] = wanted[i++];
+          in_mind.Add(hits);
+        }
+        in_mind.Add({});  // none
+        in_mind.BringHome(index);
+        wanted.resize(static_cast<size_t>(std::min(count, kRoom)));
+        std::sort(wanted.begin(), wanted.end());
+        for (const int64_t key : wanted) expected.BringHome(expected.Hash(key));
+        CHECK(slots_of(index) == slots_of(expected));
+        CHECK(count < 7 || slots_of(index) != slots_of(untouched));
+      }
+    }
+  }
+}
+
+TEST(Keys of groups that mix come home to the same places in whatever order they were added) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    const std::vector<int64_t> keys = RandomKeys(256, seed);
+    std::mt19937_64 random(seed);
+    std::vector<Slot> expected;
+    for (int order = 0; order < 4; ++order) {
+      KeyIndex index({.init_capacity = 256, .max_capacity = 256});
+      Model model;
+      for (size_t i = 0; i < keys.size(); ++i) Insert(index, model, keys[i], 1 + i % 7);
+      std::vector<int64_t> away;
+      for (const int64_t key : keys) {
+        if (!IsHome(index, key)) away.push_back(key);
+      }
+      std::shuffle(away.begin(), away.end(), random);
+      AwayKeys in_mind;
+      for (const int64_t key : away) {
+        AwayHits hits;
+        hits.keys[hits.count++] = key;
+        in_mind.Add(hits);
+      }
+      in_mind.BringHome(index);
+      std::vector<Slot> slots;
+      for (const int64_t key : keys) slots.push_back(index.Find(key));
+      if (order == 0) expected = slots;
+      CHECK(slots == expected);
+    }
+  }
+}
+
 TEST(Keys that threads add come home, and beyond the room some do) {
   KeyIndex index({.init_capacity = 4096, .max_capacity = 4096});
   Model model;

@@ -1,4 +1,5 @@
 // A table over a store: what comes up, what goes down, and what changes meanwhile.
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,7 +20,8 @@ namespace {
 
 constexpr int64_t kDim = 5;
 
-// A memory store that counts scans and reads of keys, and does something before a read returns.
+// A memory store that counts scans, and reads and writes of keys, and does something before a read
+// returns.
 class Watched final : public PassesOn {
  public:
   Watched() : PassesOn(MakeMemoryStore(kDim * 4, 0)) {}
@@ -31,6 +33,10 @@ class Watched final : public PassesOn {
         std::exchange(before_return, nullptr);  // not in the reads that it makes itself
     if (now) now();
   }
+  void Put(std::span<const int64_t> keys, const std::byte* rows, const uint64_t* scores) override {
+    PassesOn::Put(keys, rows, scores);
+    for (const int64_t key : keys) ++writes[key];
+  }
   std::unique_ptr<StoreScanner> Scan() const override {
     ++scans;
     return PassesOn::Scan();
@@ -40,6 +46,7 @@ class Watched final : public PassesOn {
   mutable int scans = 0;
   int flushes = 0;
   mutable std::map<int64_t, int> reads;
+  std::map<int64_t, int> writes;
   mutable std::function<void()> before_return;
 };
 
@@ -184,16 +191,77 @@ TEST(A key below that is erased twice in one call counts once) {
 }
 
 TEST(A row that comes up for training tells the store when it was last used, where rows expire) {
-  Cache cache(ScoreStrategy::kStep, /*ttl=*/1000);
+  for (const uint64_t ttl : {1, 1000}) {
+    Cache cache(ScoreStrategy::kStep, ttl);
+    LookUpOne(cache.table, {7});
+    // With scores that are given no step passes.
+    const std::vector<float> values(300 * kDim);
+    const std::vector<uint64_t> scores(300, 2);
+    cache.table->Assign(Range(1000, 1300), values.data(), nullptr, scores.data());
+    CHECK(!cache.IsResident(7));
+    const uint64_t before = cache.ScoreBelow(7);
+    CHECK(before > 0);
+    LookUpOne(cache.table, {7});  // and no gradient
+    const uint64_t used = cache.ScoreOf(7);
+    CHECK(used > before);
+    CHECK_EQ(cache.table->stats().expired, 0);
+    cache.table->Flush();
+    CHECK_EQ(cache.ScoreBelow(7), used);
+  }
+}
+
+TEST(A row that comes up and does not change is not written again, where rows do not expire) {
+  Cache cache;
   cache.Set(7, 1.0f);
   cache.PushDown();
-  const uint64_t before = cache.ScoreBelow(7);
-  CHECK(before > 0);
-  LookUpOne(cache.table, {7});  // and no gradient
-  const uint64_t used = cache.ScoreOf(7);
-  CHECK(used > before);
+  CHECK_EQ(cache.store->writes[7], 1);
+  LookUpOne(cache.table, {7});
+  CHECK(cache.IsResident(7));
   cache.PushDown();
-  CHECK_EQ(cache.ScoreBelow(7), used);
+  CHECK(!cache.IsResident(7));
+  CHECK_EQ(cache.store->writes[7], 1);
+  cache.Set(7, 2.0f);
+  cache.PushDown();
+  CHECK_EQ(cache.store->writes[7], 2);
+}
+
+TEST(Rows that were read ahead and dropped unused go once their class is searched again) {
+  Cache cache;
+  const std::vector<int64_t> ahead = Range(1, 101);
+  for (const int64_t key : ahead) cache.Set(key, 1.0f);
+  cache.PushDown();
+  const auto resident = [&] {
+    std::vector<uint8_t> found(ahead.size());
+    cache.table->Resident(ahead, found.data());
+    return std::count(found.begin(), found.end(), 1);
+  };
+  {
+    const auto list = cache.table->Prefetch(ahead);
+    LookUpOne(cache.table, Range(300, 328));  // in place of all others
+    LookUpOne(cache.table, Range(330, 335));  // for which the class is searched
+    CHECK_EQ(resident(), 100);
+  }
+  LookUpOne(cache.table, {400});  // takes the row of another: these were left out
+  CHECK_EQ(resident(), 100);
+  CHECK_EQ(cache.table->size(), 128);
+  LookUpOne(cache.table, Range(500, 560));  // more than there are others
+  CHECK(resident() < 100);
+  CHECK_EQ(cache.table->size(), 128);
+}
+
+TEST(A snapshot that begins while a row is read ahead has the row with its score) {
+  Cache cache;
+  cache.Set(7, 1.0f);
+  cache.PushDown();
+  const uint64_t score = cache.ScoreBelow(7);
+  std::unique_ptr<Snapshot> snapshot;
+  cache.store->before_return = [&] { snapshot = std::make_unique<Snapshot>(cache.table); };
+  cache.table->Prefetch(std::vector<int64_t>{7});
+  CHECK(snapshot != nullptr);
+  cache.Set(7, 2.0f);
+  const auto rows = Rest(*snapshot);
+  CHECK_EQ(rows.at(7).value[0], 1.0f);
+  CHECK_EQ(rows.at(7).score, score);
 }
 
 TEST(Coming up is no use where uses are counted) {
@@ -251,7 +319,10 @@ TEST(A table that is closed while it reads ahead says so) {
   Cache cache;
   cache.Set(7, 1.0f);
   cache.PushDown();
-  cache.store->before_return = [&] { cache.table->Close(); };
+  cache.store->before_return = [&] {
+    LookUpOne(cache.table, {8});  // rows have changed, too
+    cache.table->Close();
+  };
   CHECK_THROWS(InvalidState, "closed", cache.table->Prefetch(std::vector<int64_t>{7}));
 }
 

@@ -11,17 +11,18 @@
 #include <vector>
 
 #include "check.h"
+#include "embstore/aged_score.h"
 #include "embstore/hash.h"
 #include "embstore/index_view.h"
 #include "embstore/kernels.h"
 #include "embstore/parallel.h"
 #include "embstore/victim_queues.h"
+#include "key_index_oracle.h"
 #include "table_oracle.h"
 
 namespace embstore {
 namespace {
 
-using Entry = VictimQueues::Entry;
 using Rank = VictimQueues::Rank;
 
 TEST(Every instruction set finds the smallest keys and puts them in order) {
@@ -40,21 +41,27 @@ TEST(Every instruction set finds the smallest keys and puts them in order) {
         return 1000000 + random() % 100 + (random() % 50 == 0 ? random() : 0);
     }
   };
+  constexpr int64_t kSmallestOf[] = {0, 1, 7, 30, 31, kMostSmallest};
   for (const Kernels* kernels : AvailableKernels()) {
-    for (const int64_t n : {0, 1, 7, 30, 31, 38, 39, 40, 97, 509, 512}) {
+    for (const int64_t n : {0, 1, 7, 30, 31, 32, 38, 39, 40, 41, 97, 504, 509, 512}) {
       for (int kind = 0; kind < 5; ++kind) {
-        VictimQueues::Candidates all;
-        std::vector<Rank> expected;
-        for (int64_t key = 0; key < n; ++key) {
-          all.Add({worth(kind), key - 3});
-          expected.push_back(VictimQueues::RankOf({all.worths[key], all.keys[key]}));
-        }
-        std::sort(expected.begin(), expected.end());
-        const int64_t wanted = std::min<int64_t>(n, kMostSmallest - static_cast<int64_t>(kind));
-        kernels->smallest(all.worths, all.keys, n, wanted);
-        for (int64_t i = 0; i < wanted; ++i) {
-          CHECK(VictimQueues::RankOf({all.worths[i], all.keys[i]}) ==
-                expected[static_cast<size_t>(i)]);
+        for (const int64_t most : kSmallestOf) {
+          const int64_t wanted = std::min(n, most);
+          VictimQueues::Candidates all;
+          std::vector<Rank> expected;
+          for (int64_t key = 0; key < n; ++key) {
+            all.Add({worth(kind), key - 3});
+            expected.push_back(VictimQueues::RankOf({all.worths[key], all.keys[key]}));
+          }
+          std::sort(expected.begin(), expected.end());
+          constexpr uint64_t kUntouched = 12345;  // beyond the seven that may be written
+          all.worths[n + 7] = kUntouched;
+          kernels->smallest(all.worths, all.keys, n, wanted);
+          for (int64_t i = 0; i < wanted; ++i) {
+            CHECK(VictimQueues::RankOf({all.worths[i], all.keys[i]}) ==
+                  expected[static_cast<size_t>(i)]);
+          }
+          CHECK_EQ(all.worths[n + 7], kUntouched);
         }
       }
     }
@@ -75,7 +82,13 @@ TEST(Every instruction set collects the keys of a range up to a score) {
         }
       }
       const uint64_t hash = random();
-      const HashRange ranges[] = {{secret, 0, UINT64_MAX}, {secret, hash / 2, hash / 2 + hash / 4}};
+      std::vector<HashRange> ranges{{secret, 0, UINT64_MAX},
+                                    {secret, hash / 2, hash / 2 + hash / 4}};
+      if (n > 0) {  // both ends are hashes of keys
+        const auto [first, last] = std::minmax(
+            {KeyedHash(groups.front().keys[0], secret), KeyedHash(groups.back().keys[2], secret)});
+        ranges.push_back({secret, first, last});
+      }
       for (const HashRange& range : ranges) {
         for (const uint64_t most : {uint64_t{1}, uint64_t{2}, UINT64_MAX}) {
           constexpr int64_t kBefore = 5;
@@ -103,84 +116,6 @@ TEST(Every instruction set collects the keys of a range up to a score) {
           CHECK(std::equal(expected_rows.begin(), expected_rows.end(), rows.begin() + kBefore));
         }
       }
-    }
-  }
-}
-
-TEST(A queue holds the smallest keys of its class and nothing else) {
-  for (const int64_t known : {0, 1, 7, 29, 30, 31, 59, 60, 61, 97, 1023}) {
-    std::mt19937_64 random(static_cast<uint64_t>(known));
-    VictimQueues queues(2);
-    CHECK(!queues.IsKnown(3));
-    std::map<Rank, Entry> all;
-    VictimQueues::Candidates candidates;
-    const auto next = [&](int64_t key) {
-      const Entry entry{random() % 5 == 0 ? UINT64_MAX : 1 + random() % 9, key};
-      all[VictimQueues::RankOf(entry)] = entry;
-      return entry;
-    };
-    for (int64_t key = 0; key < known; ++key) {
-      candidates.MakeRoom(1);
-      candidates.Add(next(key));
-    }
-    queues.Fill(3, candidates);
-    CHECK_EQ(queues.IsComplete(3), known <= VictimQueues::kEntries);
-    for (int64_t key = known; key < known + 200; ++key) {
-      if (random() % 3 != 0) {
-        const Entry entry = next(key);
-        const bool kept = queues.Offer(3, entry);
-        CHECK_EQ(kept, VictimQueues::RankOf(entry) <= queues.bound(3));
-        CHECK_EQ(queues.Offer(3, entry), kept);  // twice is once
-      } else if (const auto count = static_cast<int>(queues.entries(3).size())) {
-        const int at = static_cast<int>(random() % static_cast<uint64_t>(count));
-        all.erase(VictimQueues::RankOf(queues.entries(3)[static_cast<size_t>(at)]));
-        queues.Remove(3, at);
-      }
-      std::vector<int64_t> expected, found;
-      for (const auto& [rank, entry] : all) {
-        if (rank <= queues.bound(3)) expected.push_back(entry.key);
-      }
-      for (const Entry& entry : queues.entries(3)) found.push_back(entry.key);
-      std::reverse(found.begin(), found.end());
-      CHECK(found == expected);
-      CHECK(found.size() <= size_t{VictimQueues::kEntries});
-    }
-    CHECK(!queues.IsKnown(2));
-    queues.Forget();
-    CHECK(!queues.IsKnown(3));
-  }
-}
-
-TEST(A call that has seen keys that it must not evict is offered the smallest of the others) {
-  for (const int64_t known : {1, 7, 30, 97}) {
-    std::mt19937_64 random(static_cast<uint64_t>(known));
-    VictimQueues queues(0);
-    std::set<int64_t> held;
-    VictimQueues::Candidates candidates;
-    for (int64_t key = 0; key < known; ++key) {
-      candidates.Add({1 + random() % 3, key});
-      if (random() % 2) held.insert(key);
-    }
-    queues.Fill(0, candidates);
-    for (int64_t key = known; key < known + 300; ++key) {
-      if (random() % 29 == 0) {
-        queues.BeginCall();
-        CHECK_EQ(queues.held(0), 0);
-        for (const Entry& entry : queues.entries(0)) {
-          if (random() % 2) held.erase(entry.key);
-        }
-      }
-      const Entry* next = queues.Next(0);
-      for (; next && held.contains(next->key); next = queues.Next(0)) queues.HoldNext(0);
-      const auto entries = queues.entries(0);
-      auto smallest = static_cast<int64_t>(entries.size()) - 1;
-      while (smallest >= 0 && held.contains(entries[static_cast<size_t>(smallest)].key)) --smallest;
-      CHECK_EQ(next ? next - entries.data() : -1, smallest);
-      CHECK_EQ(queues.held(0), static_cast<int64_t>(entries.size()) - 1 - smallest);
-      if (next && random() % 2) queues.Remove(0, static_cast<int>(next - entries.data()));
-      const bool is_held = random() % 2;
-      if (is_held) held.insert(key);
-      queues.Offer(0, {1 + random() % 3, key}, is_held);
     }
   }
 }
@@ -437,6 +372,92 @@ TEST(Victims in the overflow area are the same on any number of threads) {
     CHECK(AllRows(*table) == expected);
   }
   SetNumThreads(2);
+}
+
+TEST(Rows of the highest score go like all others, those that live batches hold last) {
+  for (const int64_t spare : {0, 5, 40, 90}) {  // the rank of the row that nobody holds
+    TableOptions options = SmallTable(1, 97);
+    options.score_strategy = ScoreStrategy::kCustomized;
+    const auto table = Table::Create(options);
+    table->set_custom_score(UINT64_MAX);
+    std::vector<int64_t> keys = Range(0, 97);
+    LookUpOne(table, keys);
+    std::sort(keys.begin(), keys.end(),
+              [](int64_t a, int64_t b) { return HashKey(a) < HashKey(b); });
+    const int64_t gone = keys[static_cast<size_t>(spare)];
+    std::erase(keys, gone);
+    const Forward live = LookUpOne(table, {keys[0], keys[1]});
+    keys[0] = 1000;
+    keys[1] = 1000;
+    CHECK_EQ(LookUpOne(table, keys).result.refused, 0);
+    CHECK_EQ(CountFound(*table, {gone}), 0);
+    CHECK_EQ(table->size(), 97);
+    CHECK_EQ(table->stats().dropped_gradients, 0);
+  }
+}
+
+TEST(A newcomer takes a row from a key that it leads by an eighth and by no less) {
+  constexpr uint64_t kLead = kAgedOne / 8;
+  constexpr int64_t kNewcomer = 1000, kWeak = 7;
+  // The score of the newcomer once it is in, or 0.
+  const auto contest = [&](uint64_t weak) {
+    TableOptions options = SmallTable(1, 97);
+    options.score_strategy = ScoreStrategy::kAgedLfu;
+    options.admit_by_frequency = true;
+    options.half_life = 1 << 20;
+    options.shared_rows = 1;
+    const auto table = Table::Create(options);
+    const std::vector<int64_t> keys = Range(0, 97);
+    LookUpOne(table, keys);
+    std::vector<uint64_t> scores(keys.size(), AgedScore(1e9, 0));
+    scores[kWeak] = weak;
+    const std::vector<float> values(keys.size());
+    table->Assign(keys, values.data(), nullptr, scores.data());
+    LookUpOne(table, std::vector<int64_t>(9, kNewcomer));
+    CHECK_EQ(CountFound(*table, {kNewcomer}), 1 - CountFound(*table, {kWeak}));
+    uint64_t score = 0;
+    uint8_t found = 0;
+    float value = 0;
+    table->Read({&kNewcomer, 1}, &value, nullptr, &score, &found);
+    return found ? score : 0;
+  };
+  const uint64_t own = contest(1);
+  CHECK(own > AgedScore(8, 0));
+  CHECK_EQ(contest(own - kLead - 2), own);
+  CHECK_EQ(contest(own - kLead - 1), own);
+  CHECK_EQ(contest(own - kLead), uint64_t{0});
+  CHECK_EQ(contest(own - kLead + 1), uint64_t{0});
+}
+
+TEST(A class with many keys in the overflow area gives its smallest) {
+  constexpr int64_t kCapacity = 4096;  // eight buckets of one stripe, a class for each
+  TableOptions options = SmallTable(1, kCapacity);
+  options.index.bucket_capacity = 512;
+  const auto table = Table::Create(options);
+  const HashSecret secret = SecretOf(options.index.seed);
+  std::vector<int64_t> first, others;
+  for (int64_t key = 0; first.size() < 2200; ++key) {
+    const uint64_t in_class = KeyedHash(key, secret) >> 61;
+    if (in_class == 0) first.push_back(key);
+    if (0 < in_class && in_class < 4 && others.size() < kCapacity - 2000) others.push_back(key);
+  }
+  LookUpOne(table, others);  // second buckets of the first class are full now
+  std::vector<int64_t> keys(first.begin(), first.begin() + 2000);
+  LookUpOne(table, keys);  // all of one score
+  CHECK_EQ(table->size(), kCapacity);
+  std::vector<Slot> slots(keys.size());
+  std::vector<Row> rows(keys.size());
+  ActiveKernels().find(table->index(), keys.data(), std::ssize(keys), slots.data(), rows.data(),
+                       ScoreUpdate::kKeep, 0, true);
+  CHECK(std::count_if(slots.begin(), slots.end(), KeyIndex::IsAside) > kMostCandidates);
+  std::sort(keys.begin(), keys.end(), [](int64_t a, int64_t b) { return HashKey(a) < HashKey(b); });
+  for (int64_t gone = 0; gone < 200; gone += 50) {
+    const auto begin = first.begin() + 2000 + gone;
+    LookUpOne(table, {begin, begin + 50});
+    table->CheckInvariants();
+    CHECK_EQ(CountFound(*table, {keys.begin(), keys.begin() + gone + 50}), 0);
+    CHECK_EQ(CountFound(*table, {keys.begin() + gone + 50, keys.end()}), 2000 - gone - 50);
+  }
 }
 
 TEST(Rows that live batches hold go last and are not forgotten) {

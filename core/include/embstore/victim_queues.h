@@ -49,9 +49,9 @@ class VictimQueues {
 
   // Keys that a queue may be made of, in any order.
   struct Candidates {
-    static constexpr int64_t kPadding = 8;  // beyond the last, for the kernels
-    uint64_t worths[kMostCandidates + kPadding];
-    int64_t keys[kMostCandidates + kPadding];
+    static constexpr int64_t kPlaces = kMostCandidates + 8;  // kernels write beyond the last
+    uint64_t worths[kPlaces];
+    int64_t keys[kPlaces];
     int64_t count = 0;
     uint64_t most = UINT64_MAX;  // keys that are worth more are not wanted any more
 
