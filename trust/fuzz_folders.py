@@ -41,7 +41,7 @@ class Folder:
         self._make, self._use, self._spare = make, use, spare
         self._place = Path()
         self._valid: Files = {}
-        self._names: list[str] = []
+        self.names: list[str] = []
 
     def _prepare(self) -> None:
         if self._valid:
@@ -53,12 +53,12 @@ class Folder:
             self._make(self._place)
         paths = sorted(path for path in self._place.rglob("*") if path.is_file())
         self._valid = {str(path.relative_to(self._place)): path.read_bytes() for path in paths}
-        self._names = [*self._valid, *self._spare]
+        self.names = [*self._valid, *self._spare]
 
     def seeds(self) -> list[bytes]:
         self._prepare()
         whole = [bytes([WHOLE, i]) + data for i, data in enumerate(self._valid.values())]
-        edits = [bytes([EDITS, i, 0, at, 4]) + b"\xff" * 4 for i in range(len(self._names)) for at in (0, 9)]
+        edits = [bytes([EDITS, i, 0, at, 4]) + b"\xff" * 4 for i in range(len(self.names)) for at in (0, 9)]
         return [*whole, *edits]
 
     def run(self, data: bytes) -> None:
@@ -88,12 +88,12 @@ class Folder:
         self._prepare()
         files, kind = dict(self._valid), data[0] % 8 if data else UNSEALED
         if kind < EDITS:
-            name = self._names[(data[1] if len(data) > 1 else 0) % len(self._names)]
+            name = self.names[(data[1] if len(data) > 1 else 0) % len(self.names)]
             files[name] = data[2:]
             return files if kind == UNSEALED else sealed(files, {name})
         names = set()
         for number, place, what in edits(data[1:]):
-            name = self._names[number % len(self._names)]
+            name = self.names[number % len(self.names)]
             files[name] = edited(files.get(name, b""), place, what)
             names.add(name)
         return sealed(files, names)
