@@ -216,6 +216,7 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.faults
 	@$(BIN)/python -m trust.kills
 	@$(BIN)/python -m trust.fuzz
+	@$(BIN)/python -m trust.fuzz_core
 	@$(BIN)/python -m trust.mutation
 	@$(BIN)/python -m trust.soak
 	@$(BIN)/python -m trust.load
