@@ -1,11 +1,8 @@
 // Fuzzes the readers of the engine with libFuzzer, which sees their branches, and under ASan and
 // UBSan; `python -m trust.fuzz_core` builds and runs it. The environment variable EMBSTORE_FUZZ
-// names the reader: redis, index or store.
+// names the reader: redis, index or store; EMBSTORE_FUZZ_FOLDER a folder for files.
 //
 // Checksums are computed anew for each input: an attacker can do that as well.
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -72,13 +69,9 @@ void Allowing(const Use& use) {
   }
 }
 
+// For the files of an input; trust/fuzz_core.py makes and removes it.
 const std::string& Folder() {
-  static const std::string folder = [] {
-    std::string name = "/dev/shm/embstore-fuzz-XXXXXX";
-    Require(mkdtemp(name.data()) != nullptr);
-    std::atexit([] { std::filesystem::remove_all(Folder()); });
-    return name;
-  }();
+  static const std::string& folder = *new std::string(std::getenv("EMBSTORE_FUZZ_FOLDER"));
   return folder;
 }
 

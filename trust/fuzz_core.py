@@ -13,7 +13,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from trust.fuzz import MEMORY
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "fuzz-core"
@@ -45,7 +48,9 @@ def fuzz(reader: str, seconds: int) -> bool:
     corpus.mkdir(exist_ok=True)
     command = [str(BUILD / "fuzz_core"), str(corpus), f"-max_total_time={seconds}", *FLAGS]
     environment = {**os.environ, "EMBSTORE_FUZZ": reader, "ASAN_OPTIONS": "handle_sigbus=0"}
-    with log.open("w+", errors="replace") as output:
+    memory = MEMORY if os.path.isdir(MEMORY) else None
+    with log.open("w+", errors="replace") as output, tempfile.TemporaryDirectory(dir=memory) as files:
+        environment["EMBSTORE_FUZZ_FOLDER"] = files
         command.append(f"-artifact_prefix={BUILD}/{reader}-")
         process = subprocess.run(command, env=environment, stdout=output, stderr=output)
         output.seek(0)

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from trust import fuzz
+from trust import fuzz, fuzz_core
 from trust.fuzz_folders import UNSEALED, WHOLE, Folder
 from trust.fuzz_targets import TARGETS
 
@@ -86,3 +86,9 @@ def test_changes_of_files_get_behind_their_checksums(name):
         if seed[0] == WHOLE:
             refused += message(bytes([UNSEALED]) + changed[1:]) != ""
     assert refused > 0
+
+
+def test_without_clang_the_readers_of_the_engine_are_skipped_by_name(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert fuzz_core.main([]) == 0
+    assert "clang++ is missing" in capsys.readouterr().out
