@@ -211,3 +211,14 @@ def test_a_folder_whose_name_is_no_text_is_no_snapshot(tmp_path):
         (tmp_path / "s" / "snapshots" / "\udcff").mkdir()
     with SsdStore(tmp_path / "s", row_bytes=12, create=False) as store:
         assert store.snapshots() == ["s"]
+
+
+def test_a_list_of_no_rows_is_an_empty_snapshot(tmp_path):
+    """UBSan (`make sanitize-python`) found a copy to no memory."""
+    with SsdStore(tmp_path / "s", row_bytes=12) as store:
+        store.put(KEYS, np.ones((3, 3), np.float32))
+        store.snapshot("s")
+    forge(tmp_path / "s", "snapshots/s/index-000000000000", b"")
+    with SsdStore(tmp_path / "s", row_bytes=12, create=False) as store:
+        store.load_snapshot("s")
+        assert len(store) == 0
