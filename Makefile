@@ -194,7 +194,8 @@ sanitize: setup  ## the C++ tests under ASan + UBSan, then under TSan
 
 # What moves most memory: operations at random, damaged files, stores, threads. The runtime of C++ is loaded first, for
 # ASan to find it. Python itself leaks, so leaks are left to the C++ tests; bus errors are left to the store's handler.
-ASAN_TESTS := tests/trust/test_state_machines.py tests/trust/test_fuzz.py tests/native/test_state_machine.py \
+ASAN_TESTS := tests/trust/test_state_machines.py tests/trust/test_fuzz.py tests/trust/test_forged_files.py \
+  tests/native/test_state_machine.py \
   tests/native/test_table.py tests/native/test_bad_input.py tests/native/test_concurrency.py \
   tests/stores/test_ssd_store.py tests/stores/test_ssd_format.py tests/stores/test_table_over_store.py
 sanitize-python: setup  ## tests of the Python extension under ASan + UBSan
@@ -216,6 +217,7 @@ trust: setup  ## the long attacks; docs/reliability.md has the last results
 	@$(BIN)/python -m trust.faults
 	@$(BIN)/python -m trust.kills
 	@$(BIN)/python -m trust.fuzz
+	@$(BIN)/python -m trust.fuzz_core
 	@$(BIN)/python -m trust.mutation
 	@$(BIN)/python -m trust.soak
 	@$(BIN)/python -m trust.load

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "embstore/initializer.h"
@@ -28,6 +29,12 @@ InitializerOptions InitializerFrom(int kind, const std::vector<double>& values);
 template <typename T>
 T* Address(uintptr_t address) {
   return reinterpret_cast<T*>(address);
+}
+
+// A message as a string of Python, whatever bytes it quotes.
+inline nanobind::object Text(const char* message) {
+  return nanobind::steal(PyUnicode_DecodeUTF8(
+      message, static_cast<Py_ssize_t>(std::strlen(message)), "backslashreplace"));
 }
 
 }  // namespace embstore

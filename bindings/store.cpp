@@ -309,14 +309,18 @@ void BindStore(nb::module_& m) {
       .def("load_snapshot", &Store::LoadCheckpoint, Unlocked(), "name"_a)
       .def("scan", &Store::Scan, nb::keep_alive<0, 1>(), Unlocked());
 
-  // Errors with an errno become the OSError that Python users expect.
+  // Errors with an errno become the OSError that Python users expect. Messages quote what damaged
+  // files say, which need not be UTF-8.
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);
     } catch (const std::system_error& error) {
-      const nb::object value =
-          nb::handle(PyExc_OSError)(error.code().value(), std::string(error.what()));
+      const nb::object value = nb::handle(PyExc_OSError)(error.code().value(), Text(error.what()));
       PyErr_SetObject(value.type().ptr(), value.ptr());
+    } catch (const InvalidArgument& error) {
+      PyErr_SetObject(PyExc_ValueError, Text(error.what()).ptr());
+    } catch (const InvalidState& error) {
+      PyErr_SetObject(PyExc_RuntimeError, Text(error.what()).ptr());
     }
   });
 
@@ -330,7 +334,22 @@ void BindStore(nb::module_& m) {
       .def_ro("direct", &SsdStoreStats::direct);
   nb::class_<SsdStore, Store>(m, "SsdStore")
       .def("stats", &SsdStore::stats, Unlocked())
-      .def("snapshots", &SsdStore::Checkpoints, Unlocked())
+      .def("snapshots",
+           [](const SsdStore& store) {
+             std::vector<std::string> names;
+             {
+               nb::gil_scoped_release unlocked;
+               names = store.Checkpoints();
+             }
+             nb::list found;  // folders whose names are not UTF-8 are no snapshots of ours
+             for (const std::string& name : names) {
+               const nb::object text = nb::steal(PyUnicode_DecodeUTF8(
+                   name.data(), static_cast<Py_ssize_t>(name.size()), nullptr));
+               if (text) found.append(text);
+               PyErr_Clear();
+             }
+             return found;
+           })
       .def("delete_snapshot", &SsdStore::DeleteCheckpoint, Unlocked(), "name"_a)
       .def("close", &SsdStore::Close, Unlocked());
   m.def(

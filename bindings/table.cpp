@@ -338,6 +338,11 @@ void BindTable(nb::module_& m) {
              const size_t n = counters.size();
              return ToNumpy(std::move(counters), n);
            })
+      .def("require_counters",
+           [](const Table& table, uintptr_t words, int64_t n, bool changes) {
+             table.RequireCounters({Address<const uint16_t>(words), static_cast<size_t>(n)},
+                                   changes);
+           })
       .def(
           "restore_admission_counters",
           [](Table& table, uintptr_t counters, int64_t n) {

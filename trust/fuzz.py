@@ -178,15 +178,16 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def replay(name: str, mutations: int) -> int:
-    """The seeds and the corpus, and mutations of each; returns how many inputs were tried."""
+def replay(name: str, mutations: int, most_kept: int = MOST_KEPT) -> int:
+    """The seeds and inputs of the corpus, and mutations of each; returns how many inputs were tried."""
     from trust.fuzz_targets import TARGETS
 
     def too_slow(*_: object) -> None:
         raise AssertionError(f"an input of {name} takes more than {INPUT_SECONDS} s")
 
     target, rng = TARGETS[name], random.Random(name)
-    inputs = [*target.seeds(), *kept(name)]
+    corpus = kept(name)
+    inputs = [*target.seeds(), *rng.sample(corpus, min(most_kept, len(corpus)))]
     inputs += [mutated(rng.choice(inputs), rng) for _ in range(mutations)]
     before = signal.signal(signal.SIGALRM, too_slow)
     try:

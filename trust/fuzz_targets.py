@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import socket
 import tempfile
+import warnings
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import embstore
 from embstore.checkpoint.converting import OneEmbeddingOptions, convert
+from embstore.checkpoint.merging import rewrite
 from embstore.checkpoint.replaying import open_any
 from embstore.formats import parquet, safetensors, sok
+from embstore.formats.columns import DESCRIPTION, SHARED
+from embstore.key_counts import KeyCounts
 from embstore.serving import Reader, wire
 from embstore.serving.bases import prepare
 from embstore.stores import SsdStore
 from embstore.stores.redis.answers import Answers
 from embstore.stores.redis.url import parse_redis_url
 from embstore.stores.urls import open_store
+from trust.fuzz_folders import CHUNK, Folder, edited, edits
 
 Errors = tuple[type[Exception], ...]
-OF_FILES: Errors = (embstore.CheckpointError, OSError, ValueError)
+OF_FILES: Errors = (embstore.CheckpointError, OSError)
 KEYS = [7, -1, 12, 2**62]
 
 
@@ -44,91 +51,101 @@ class Target:
 
     def try_input(self, data: bytes) -> None:
         """Raises what is a finding, and nothing else."""
-        with contextlib.suppress(*self.allowed):
-            self.run(data)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.run(data)
+        except self.allowed as error:
+            if isinstance(error, (UnicodeError, RecursionError)):  # kinds of ValueError and RuntimeError
+                raise
 
 
-# ---- folders: the first byte of an input chooses a file, the rest replaces its contents
+# ---- folders
+
+# Between them, tables with every kind of file there is.
+COUNTED = {"score_strategy": "step", "evict_least_used": True, "admission_threshold": 2, "shared_rows": 2}
+FREQUENT = {"score_strategy": "lfu", "admission": "frequency", "shared_rows": 3, "max_capacity": 128}
+ORIGINAL = {"score_strategy": "timestamp"}
 
 
-class Folder:
-    """A folder that was written properly, with one file replaced at a time."""
-
-    def __init__(self, make: Callable[[Path], object], use: Callable[[Path], object]) -> None:
-        self._make, self._use = make, use
-        self._place: Path | None = None
-
-    @property
-    def _valid(self) -> Path:
-        if self._place is None:
-            self._place = Path(tempfile.mkdtemp(prefix="embstore-fuzz-")) / "valid"
-            self._make(self._place)
-        return self._place
-
-    def _files(self) -> list[Path]:
-        return sorted(p.relative_to(self._valid) for p in self._valid.rglob("*") if p.is_file())
-
-    def seeds(self) -> list[bytes]:
-        return [bytes([i]) + (self._valid / name).read_bytes() for i, name in enumerate(self._files())]
-
-    def run(self, data: bytes) -> None:
-        files = self._files()
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "copy"
-            shutil.copytree(self._valid, copy, symlinks=True)
-            (copy / files[(data[0] if data else 0) % len(files)]).write_bytes(data[1:])
-            self._use(copy)
-
-
-def a_table() -> embstore.Table:
-    table = embstore.Table(
-        "user",
-        dim=3,
-        optimizer=embstore.Adam(),
-        score_strategy="lfu",
-        admission_threshold=2,
-        init_capacity=128,
-    )
-    table.find_or_insert(KEYS)
-    table.find_or_insert(KEYS)
+def a_table(options: dict[str, Any]) -> embstore.Table:
+    table = embstore.Table("user", dim=3, optimizer=embstore.Adam(), init_capacity=128, **options)
+    if options is COUNTED:
+        table.exact_counts = KeyCounts()
     return table
 
 
-def make_dump(layout: str) -> Callable[[Path], None]:
-    return lambda path: embstore.dump(path, {"model": {"user": a_table()}}, optim=True, layout=layout)
+def a_full_table(options: dict[str, Any]) -> embstore.Table:
+    table = a_table(options)
+    table.find_or_insert(KEYS)
+    table.find_or_insert(KEYS)
+    if table.exact_counts is not None:
+        table.exact_counts.replace(np.array([3, 5]), np.array([1, 2]))
+    return table
+
+
+def make_dump(layout: str, options: dict[str, Any], world: int = 1) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        tables = {"model": {"user": a_full_table(options)}}
+        if world == 1:
+            embstore.dump(path, tables, optim=True, layout=layout)
+            return
+        source = path.with_name("source")
+        embstore.dump(source, tables, optim=True)
+        rewrite(embstore.open_dump(source), [], path, layout=layout, world=world)
+
+    return make
+
+
+def make_original(layout: str) -> Callable[[Path], None]:
+    """As of the original package, whose dumps have no manifest, so no checksum."""
+
+    def make(path: Path) -> None:
+        make_dump(layout, ORIGINAL)(path)
+        (path / "model" / "embstore.json").unlink()
+
+    return make
 
 
 def make_log(path: Path) -> None:
-    table = a_table()
-    log = embstore.IncrementLog.create(path, {"model": {"user": table}})
-    table.erase([7])
-    log.append({"model": {"user": table}})
+    tables = {"model": {"user": a_full_table(FREQUENT)}}
+    log = embstore.IncrementLog.create(path, tables)
+    tables["model"]["user"].erase([7])
+    tables["model"]["user"].find_or_insert([5, 6])
+    log.append(tables)
 
 
-def read_dump(path: Path) -> None:
+def read_dump(options: dict[str, Any]) -> Callable[[Path], None]:
     """Opens, verifies and loads."""
-    opened = open_any(path)
-    for table in opened.tables:
-        table.find(KEYS)
-    table = a_table()
-    embstore.load(path, {"model": {"user": table}}, optim=True)
+
+    def read(path: Path) -> None:
+        opened = open_any(path)
+        opened.verify()
+        for table in opened.tables:
+            table.find(KEYS)
+        embstore.load(path, {"model": {"user": a_table(options)}}, optim=True)
+
+    return read
 
 
 def read_log(path: Path) -> None:
     log = embstore.IncrementLog(path)
     log.verify()
-    log.load({"model": {"user": a_table()}})
+    log.load({"model": {"user": a_table(FREQUENT)}})
 
 
 def read_served(path: Path) -> None:
-    with Reader(path, cache=path.with_name("cache")) as reader:
-        reader.find("user", KEYS)
+    with Reader(path, cache=path.with_name("cache"), missing="initial") as reader:
+        for table in ("user", "model/user"):
+            with contextlib.suppress(KeyError):  # renamed
+                reader.find(table, [*KEYS, 5, 6])
+                reader.state.bags(table, KEYS, [0, 1, 4])
 
 
 def make_converted(to: str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         source = path.with_name("source")
-        make_dump("v1a")(source)
+        make_dump("v1a", {"score_strategy": "lfu"})(source)
         convert(source, path, to, one_embedding=OneEmbeddingOptions(snapshot="s"))
 
     return make
@@ -139,9 +156,16 @@ def read_converted(path: Path) -> None:
     convert(path, path.with_name("out"), "v2", one_embedding=options)
 
 
+IN_STORES = tuple(f"{name}-000000000001" for name in ("values/value", "keys/key", "meta/meta")) + (
+    "snapshots/s/index-000000000001",
+    "snapshots/t/LIST",
+    f"snapshots/t/index{CHUNK}",
+)
+
+
 def make_base(path: Path) -> None:
     source = path.with_name("base-source")
-    make_dump("v1a")(source)
+    make_dump("v1a", COUNTED)(source)
     prepare(source, path)
 
 
@@ -184,6 +208,87 @@ def read_one_file(module: object, suffix: str) -> Callable[[bytes], None]:
     return run
 
 
+# A file of columns around its metadata: an input edits its parts, see fuzz_folders.
+SHAPES = {
+    "key": ["<i8", 1],
+    "vector": ["<f4", 3],
+    "score": ["<u8", 1],
+    "m": ["<f4", 3],
+    "v": ["<f4", 3],
+}
+
+
+@cache
+def _parts() -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        make_dump("v1a", COUNTED)(Path(folder) / "source")
+        convert(Path(folder) / "source", Path(folder) / "out", "safetensors")
+        metadata = safetensors.read(Path(folder) / "out" / "model" / "user.safetensors").metadata
+    parts = {name: np.ones(len(KEYS) * width, dtype).tobytes() for name, (dtype, width) in SHAPES.items()}
+    return parts | {
+        "key": np.array(KEYS).tobytes(),
+        DESCRIPTION: metadata[DESCRIPTION].encode(),
+        SHARED: b64decode(metadata[SHARED]),
+        "shapes": json.dumps(SHAPES).encode(),
+    }
+
+
+def columns_seeds() -> list[bytes]:
+    places = range(len(_parts()))
+    return [bytes([kind, i, 0, 7, 1, 49]) for kind in (0, 1) for i in places]
+
+
+def _columns(parts: dict[str, bytes]) -> dict[str, np.ndarray[Any, Any]]:
+    """Arrays of the shapes that the input wants. Raises what numpy does for one that is none."""
+    found = {}
+    for name, (dtype, width) in json.loads(parts["shapes"]).items():
+        kind = np.dtype(dtype)
+        raw = parts.get(name, b"")
+        column = np.frombuffer(raw, kind, len(raw) // kind.itemsize)
+        if not 0 <= width <= 8:
+            raise ValueError(f"columns are at most 8 wide here but one is: {width}")
+        found[name] = column if width == 1 else column[: len(column) // width * width].reshape(-1, width)
+    return found
+
+
+def _write_columns(file: Path, parts: dict[str, bytes]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+    from safetensors.numpy import save_file
+
+    columns = _columns(parts)
+    description = parts[DESCRIPTION].decode(errors="replace")
+    metadata = {DESCRIPTION: description, SHARED: b64encode(parts[SHARED]).decode()}
+    if file.suffix == parquet.SUFFIX:
+        arrays = [
+            pa.array(c) if c.ndim == 1 else pa.FixedSizeListArray.from_arrays(c.ravel(), c.shape[1])
+            for c in columns.values()
+        ]
+        table = pa.table(arrays, names=list(columns)).replace_schema_metadata(metadata)
+        pyarrow.parquet.write_table(table, file)
+        return
+    names = {"key": "keys", "vector": "values", "score": "scores"}
+    save_file({names.get(n, f"state.{n}"): c.copy() for n, c in columns.items()}, file, metadata)
+
+
+def read_columns(data: bytes) -> None:
+    module = (parquet, safetensors)[data[0] % 2 if data else 0]
+    parts = dict(_parts())
+    names = list(parts)
+    for number, place, what in edits(data[1:]):
+        name = names[number % len(names)]
+        parts[name] = edited(parts[name], place, what)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"user{module.SUFFIX}"
+        try:
+            _write_columns(file, parts)
+        except Exception:  # no such file can be written
+            return
+        table = module.read(file)
+        spec, _ = table.spec_and_rows(file)
+        table.shared(file, spec)
+
+
 # ---- bytes that come over a wire, and text
 
 
@@ -198,6 +303,17 @@ def read_replies(data: bytes) -> None:
             answers.next()
 
 
+def read_request(data: bytes) -> None:
+    ids = wire.unpack_request(data)
+    assert wire.pack_request(ids) == data
+
+
+def read_response(data: bytes) -> None:
+    state, taken_ns, tables = wire.unpack_response(data)
+    again = wire.pack_response(state, taken_ns, tables)
+    assert again == data
+
+
 def read_json_body(data: bytes) -> None:
     from embstore.serving.server import Refused, _ids
 
@@ -206,7 +322,10 @@ def read_json_body(data: bytes) -> None:
 
 
 def make_options(data: bytes) -> None:
-    options = json.loads(data)
+    try:
+        options = json.loads(data)
+    except (ValueError, RecursionError):
+        return
     if isinstance(options, dict) and all(isinstance(name, str) for name in options):
         # Capacities are not limited by the type; a real table of that size is the caller's wish.
         embstore.TableOptions(**{"name": "t", "dim": 4, **options})
@@ -221,24 +340,36 @@ def open_url(data: bytes) -> None:
 
 
 def _folder(
-    name: str, make: Callable[[Path], object], use: Callable[[Path], object], allowed: Errors
+    name: str,
+    make: Callable[[Path], object],
+    use: Callable[[Path], object],
+    allowed: Errors = OF_FILES,
+    spare: tuple[str, ...] = (),
 ) -> Target:
-    folder = Folder(make, use)
+    folder = Folder(make, use, spare)
     return Target(name, folder.seeds, folder.run, allowed)
 
 
 TARGETS = {
     target.name: target
     for target in (
-        _folder("dump-v1a", make_dump("v1a"), read_dump, OF_FILES),
-        _folder("dump-v2", make_dump("v2"), read_dump, OF_FILES),
-        _folder("log", make_log, read_log, OF_FILES),
-        _folder("served-dump", make_dump("v1a"), read_served, OF_FILES),
-        _folder("served-base", make_base, read_served, OF_FILES),
-        _folder("sok", make_converted("sok"), read_sok, OF_FILES),
-        _folder("sok-to-dump", make_converted("sok"), read_converted, OF_FILES),
-        _folder("one_embedding-to-dump", make_converted("one_embedding"), read_converted, OF_FILES),
-        _folder("ssd-store", make_store, read_store, (OSError, RuntimeError, ValueError)),
+        _folder("dump-v1a", make_dump("v1a", COUNTED), read_dump(COUNTED)),
+        _folder("dump-v2", make_dump("v2", FREQUENT, world=2), read_dump(FREQUENT)),
+        _folder("original-v1a", make_original("v1a"), read_dump(ORIGINAL)),
+        _folder("original-v2", make_original("v2"), read_dump(ORIGINAL)),
+        _folder("log", make_log, read_log),
+        _folder("dump-to-dump", make_dump("v2", COUNTED, world=2), read_converted),
+        _folder("log-to-dump", make_log, read_converted),
+        _folder("served-dump", make_dump("v1a", COUNTED), read_served),
+        _folder("served-log", make_log, read_served),
+        _folder("served-base", make_base, read_served),
+        _folder("sok", make_converted("sok"), read_sok),
+        _folder("sok-to-dump", make_converted("sok"), read_converted),
+        _folder(
+            "one_embedding-to-dump", make_converted("one_embedding"), read_converted, (*OF_FILES, ValueError)
+        ),
+        _folder("ssd-store", make_store, read_store, (OSError, RuntimeError, ValueError), IN_STORES),
+        Target("columns", columns_seeds, read_columns, OF_FILES),
         Target("parquet", one_file("parquet"), read_one_file(parquet, "parquet"), OF_FILES),
         Target("safetensors", one_file("safetensors"), read_one_file(safetensors, "safetensors"), OF_FILES),
         Target(
@@ -253,7 +384,7 @@ TARGETS = {
         Target(
             "http-body",
             lambda: [wire.pack_request({"user": np.array(KEYS), "a/b": np.array([1])})],
-            wire.unpack_request,
+            read_request,
             (wire.WireError,),
         ),
         Target(
@@ -268,7 +399,7 @@ TARGETS = {
         Target(
             "http-response",
             lambda: [wire.pack_response(1, 2, [(np.ones((2, 3), np.float32), np.array([True, False]))])],
-            wire.unpack_response,
+            read_response,
             (wire.WireError,),
         ),
         Target(

@@ -120,7 +120,7 @@ bool AdmissionFilter::Apply(const TakenCounters& taken) {
   return true;
 }
 
-bool AdmissionFilter::Restore(std::span<const uint16_t> saved) {
+void AdmissionFilter::RequireForm(std::span<const uint16_t> saved) {
   const size_t size = saved.empty() ? 0 : saved.size() - 1;
   if (size < kFirstBuckets * kEntriesPerBucket || !std::has_single_bit(size)) {
     throw InvalidArgument(
@@ -128,6 +128,10 @@ bool AdmissionFilter::Restore(std::span<const uint16_t> saved) {
         std::to_string(kFirstBuckets * kEntriesPerBucket) +
         ") but have this length: " + std::to_string(saved.size()));
   }
+}
+
+bool AdmissionFilter::Restore(std::span<const uint16_t> saved) {
+  RequireForm(saved);
   if (saved[0] != threshold_) return false;
   entries_.assign(saved.begin() + 1, saved.end());
   if (changes_.is_on()) changes_.Track(counters().size(), /*from_zero=*/true);

@@ -1,5 +1,9 @@
 #include "embstore/kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <string>
 
@@ -37,8 +41,10 @@ const Kernels& Choose() {
 std::vector<const Kernels*> AvailableKernels() {
   std::vector<const Kernels*> available;
 #if defined(__x86_64__)
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt") &&
+  unsigned a, b, features = 0, d;  // __builtin_cpu_supports of Clang 14 does not know F16C
+  const bool has_f16c = __get_cpuid(1, &a, &b, &features, &d) && (features & bit_F16C);
+  const bool has_avx2 = has_f16c && __builtin_cpu_supports("avx2") &&
+                        __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt") &&
                         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") &&

@@ -84,18 +84,12 @@ void ScoreClock::set_custom_score(uint64_t score) {
   custom_score_ = score;
 }
 
-void ScoreClock::set_step(uint64_t step) {
+void ScoreClock::RequireStep(uint64_t step) const {
   if (ages()) {
-    const auto exponent = static_cast<int64_t>(step >> kAgedFractionBits);
-    if (exponent < kAgedBias) {
+    if (static_cast<int64_t>(step >> kAgedFractionBits) < kAgedBias) {
       throw InvalidArgument("score should be one that an aged table gave, for table '" + table_ +
                             "', but is: " + std::to_string(step));
     }
-    half_life_ = exponent - kAgedBias;
-    const auto ticks =
-        static_cast<unsigned __int128>(step % kAgedOne) * static_cast<uint64_t>(age_.length) +
-        (kAgedOne - 1);
-    ticks_ = static_cast<int64_t>(ticks >> kAgedFractionBits);
     return;
   }
   if (strategy_ != ScoreStrategy::kStep) {
@@ -103,6 +97,19 @@ void ScoreClock::set_step(uint64_t step) {
                           table_ + "' has another");
   }
   if (step == 0) throw InvalidArgument("step should be at least 1 but is: 0");
+}
+
+void ScoreClock::set_step(uint64_t step) {
+  RequireStep(step);
+  if (ages()) {
+    const auto exponent = static_cast<int64_t>(step >> kAgedFractionBits);
+    half_life_ = exponent - kAgedBias;
+    const auto ticks =
+        static_cast<unsigned __int128>(step % kAgedOne) * static_cast<uint64_t>(age_.length) +
+        (kAgedOne - 1);
+    ticks_ = static_cast<int64_t>(ticks >> kAgedFractionBits);
+    return;
+  }
   step_ = step;
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cassert>
 #include <cstring>
 #include <utility>
@@ -34,6 +35,10 @@ constexpr uint32_t kVersion = 1;
 
 uint32_t HeaderCrc(const Header& header) { return Crc32(0, &header, offsetof(Header, crc)); }
 
+// Full lines in a row that a search passes. Of random keys it is some dozens at most, and nobody
+// can choose keys that collide unless the secret is known, as that of a file is.
+constexpr int64_t kMostPassed = 4096;
+
 int64_t LinesFor(int64_t entries) { return entries / (ServedIndex::Line::kEntries - 1) + 1; }
 
 }  // namespace
@@ -57,7 +62,8 @@ ServedIndex::ServedIndex(const ServedIndex& other, int64_t entries)
   other.ForEach([this](int64_t key, uint32_t row) { Put(key, row); });
 }
 
-ServedIndex::ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc)
+ServedIndex::ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc,
+                         std::span<const uint32_t> rows_of_page)
     : mapped_(std::make_unique<MappedFile>(path, -1)) {
   Header header;
   const auto refuse = [&](const char* why) { throw InvalidArgument(path + ": " + why); };
@@ -78,6 +84,42 @@ ServedIndex::ServedIndex(const std::string& path, int64_t entries, uint32_t keys
   size_ = entries;
   lines_ = reinterpret_cast<const Line*>(mapped_->data() + sizeof(header));
   if (Crc32(0, lines_, bytes()) != header.lines_crc) refuse("is damaged: its checksum is wrong");
+  if (const char* mistake = Mistake(rows_of_page)) refuse(mistake);
+}
+
+const char* ServedIndex::Mistake(std::span<const uint32_t> rows_of_page) const {
+  std::atomic<const char*> mistake = nullptr;
+  std::atomic<int64_t> counted = 0;
+  constexpr int64_t kLinesPerTask = 1 << 14;
+  ParallelFor((lines_count_ + kLinesPerTask - 1) / kLinesPerTask, [&](int64_t task) {
+    const Line* const begin = lines_ + task * kLinesPerTask;
+    const Line* const end = std::min(begin + kLinesPerTask, lines_ + lines_count_);
+    int64_t count = 0, passed = 0;
+    for (const Line* line = begin; line != end; ++line) {
+      // A line that is not full ends a search, and there is one, for entries leave a fifth free.
+      if (line->count > Line::kEntries || line->passed > (line->count == Line::kEntries)) {
+        mistake = "is damaged: its lines are wrong";
+        return;
+      }
+      count += line->count;
+      passed = line->passed ? passed + 1 : 0;
+      if (passed > kMostPassed) {
+        mistake = "is damaged: its searches are too long";
+        return;
+      }
+      for (int i = 0; i < line->count; ++i) {
+        const uint32_t row = line->rows[i];
+        const uint32_t page = PageOf(row);
+        if (page >= rows_of_page.size() || PlaceOf(row) >= rows_of_page[page]) {
+          mistake = "is damaged: it names rows that are not there";
+          return;
+        }
+      }
+    }
+    counted += count;
+  });
+  if (!mistake && counted != size_) return "is damaged: it has another number of entries";
+  return mistake;
 }
 
 std::optional<uint32_t> ServedIndex::PutWithin(Line* home, const Line* end, int64_t key,

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <random>
 #include <string>
 #include <utility>
 
@@ -74,10 +75,20 @@ ServedTable::ServedTable(const ServedTableOptions& options, std::vector<ServedRo
   std::vector<uint32_t> first;
   for (const ServedRows& part : parts) first.push_back(AddPages(part));
   if (!index_path.empty()) {
-    base_ = std::make_shared<ServedIndex>(index_path, size_, keys_crc);
+    std::vector<uint32_t> rows_of_page;
+    for (const ServedRows& part : parts) {
+      for (int64_t at = 0; at < part.n; at += int64_t{1} << kPageBits) {
+        rows_of_page.push_back(
+            static_cast<uint32_t>(std::min(part.n - at, int64_t{1} << kPageBits)));
+      }
+    }
+    base_ = std::make_shared<ServedIndex>(index_path, size_, keys_crc, rows_of_page);
     return;
   }
-  auto index = std::make_shared<ServedIndex>(size_, options.seed);
+  // Not the seed of the table: who wrote the dump knows it, and could choose keys that collide.
+  std::random_device device;
+  const uint64_t secret = static_cast<uint64_t>(device()) << 32 | device();
+  auto index = std::make_shared<ServedIndex>(size_, secret);
   std::vector<ServedIndex::NumberedKeys> numbered;
   for (size_t p = 0; p < parts.size(); ++p) {
     numbered.push_back({parts[p].keys, parts[p].n, first[p]});

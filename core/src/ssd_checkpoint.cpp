@@ -108,6 +108,7 @@ SsdStoreImpl::CheckpointRows SsdStoreImpl::ReadCheckpoint(const std::string& nam
       damaged(folder + "/" + file + " should hold numbers of 8 bytes but has " +
               std::to_string(data.size()) + " bytes");
     }
+    if (data.empty()) continue;  // there may be no memory to copy to
     const size_t at = rows.size();
     rows.resize(at + data.size() / 8);
     std::memcpy(rows.data() + at, data.data(), data.size());

@@ -1,6 +1,8 @@
 // How often keys without a row were seen: saved, restored, and taken as changes.
+#include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include "embstore/table.h"
 
@@ -39,6 +41,17 @@ std::vector<uint16_t> Table::AdmissionCounters() {
   const std::vector<uint16_t> entries = sketch_->Save();
   saved.insert(saved.end(), entries.begin(), entries.end());
   return saved;
+}
+
+void Table::RequireCounters(std::span<const uint16_t> words, bool changes) const {
+  if (options_.admit_by_frequency) {
+    const std::span<const uint16_t> header = changes ? TakenCounters(words).header : words;
+    if (header.size() >= kHeader && header[0] == kSketchForm) clock_.RequireStep(MomentIn(header));
+  } else if (changes) {
+    const TakenCounters taken(words);
+  } else {
+    AdmissionFilter::RequireForm(words);
+  }
 }
 
 bool Table::RestoreAdmissionCounters(std::span<const uint16_t> counters) {
@@ -92,7 +105,13 @@ bool Table::ApplyCounterChanges(std::span<const uint16_t> changes) {
   std::unique_lock guard(lock_);
   RequireOpen();
   const TakenCounters taken(changes);
-  if (admission_) return admission_->Apply(taken);
+  if (admission_) {
+    // A few words may say that all other counters are 0. The table that counted had about as many
+    // rows as this one, so counters for 64 times as many are none that a table gave.
+    const auto most = std::max(admission_->bytes(),
+                               64 * AdmissionFilter::BytesFor(kTrackedPerRow * index_->capacity()));
+    return std::cmp_less_equal(taken.bytes, most) && admission_->Apply(taken);
+  }
   if (!options_.admit_by_frequency || taken.header.size() != kHeader ||
       taken.header[0] != kSketchForm) {
     return false;

@@ -6,9 +6,13 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -16,6 +20,7 @@
 #include <vector>
 
 #include "check.h"
+#include "embstore/checksum.h"
 #include "embstore/parallel.h"
 
 namespace {
@@ -139,6 +144,88 @@ TEST(Threads read the newest state while the next one is made) {
   first.join();
   second.join();
   CHECK_EQ(wrong.load(), 0);
+}
+
+// Changes an index file as an attacker does, who computes its checksums again.
+void Forge(const std::string& path,
+           const std::function<void(std::vector<ServedIndex::Line>&)>& edit) {
+  std::ifstream in(path, std::ios::binary);
+  std::string data((std::istreambuf_iterator<char>(in)), {});
+  std::vector<ServedIndex::Line> lines(data.size() / 64 - 1);
+  std::memcpy(lines.data(), data.data() + 64, 64 * lines.size());
+  edit(lines);
+  std::memcpy(data.data() + 64, lines.data(), 64 * lines.size());
+  const uint32_t crc = Crc32(0, data.data() + 64, data.size() - 64);
+  std::memcpy(data.data() + 40, &crc, 4);
+  const uint32_t head = Crc32(0, data.data(), 60);
+  std::memcpy(data.data() + 60, &head, 4);
+  std::ofstream(path, std::ios::binary) << data;
+}
+
+TEST(A forged index is refused before a search leaves it or never ends) {
+  using Lines = std::vector<ServedIndex::Line>;
+  const std::string path = "/tmp/embstore_forged_index_" + std::to_string(getpid());
+  std::vector<int64_t> keys(30'000);
+  std::iota(keys.begin(), keys.end(), 0);
+  const auto rows = std::make_shared<Rows>(RowsOf(keys, 0.5f));
+  const ServedTable built(Options(), {Part(rows)}, "", 0);
+  const auto used = [](Lines& lines) -> ServedIndex::Line& {
+    return *std::find_if(lines.begin(), lines.end(), [](const auto& l) {
+      return l.count > 0 && l.count < ServedIndex::Line::kEntries;
+    });
+  };
+  const struct {
+    const char* says;
+    std::function<void(Lines&)> edit;
+  } forgeries[] = {
+      {"lines are wrong", [&](Lines& lines) { used(lines).count = 6; }},
+      {"lines are wrong", [&](Lines& lines) { used(lines).count = 0xffff; }},
+      {"lines are wrong", [&](Lines& lines) { used(lines).passed = 1; }},
+      {"lines are wrong",
+       [](Lines& lines) {
+         for (auto& line : lines) line.passed = 1;
+       }},
+      {"rows that are not there", [&](Lines& lines) { used(lines).rows[0] = 30'000; }},
+      {"rows that are not there", [&](Lines& lines) { used(lines).rows[0] = 1u << 16; }},
+      {"rows that are not there", [&](Lines& lines) { used(lines).rows[0] = UINT32_MAX; }},
+      {"number of entries", [&](Lines& lines) { --used(lines).count; }},
+      {"searches are too long",
+       [](Lines& lines) {
+         for (size_t i = 0; i < 4097; ++i) {
+           lines[i] = {};
+           lines[i].count = ServedIndex::Line::kEntries;
+           lines[i].passed = 1;
+         }
+       }},
+  };
+  for (const auto& [says, edit] : forgeries) {
+    std::remove(path.c_str());
+    built.base().Save(path, 77);
+    Forge(path, [](Lines&) {});
+    CHECK_EQ(ServedTable(Options(), {Part(rows)}, path, 77).size(), int64_t{30'000});
+    Forge(path, edit);
+    CHECK_THROWS(InvalidArgument, says, ServedTable(Options(), {Part(rows)}, path, 77));
+  }
+  std::remove(path.c_str());
+}
+
+TEST(Keys that collide under the seed of a table do not collide in its served index) {
+  // Who wrote a dump knows its seed. A search of colliding keys passes all lines that they fill.
+  std::vector<int64_t> keys;
+  for (int64_t key = 0; keys.size() < 4000; ++key) {
+    if (HashKey(key ^ static_cast<int64_t>(Options().seed)) >> 54 == 0) keys.push_back(key);
+  }
+  const std::string path = "/tmp/embstore_seeded_index_" + std::to_string(getpid());
+  std::remove(path.c_str());
+  const auto rows = std::make_shared<Rows>(RowsOf(keys, 0.5f));
+  const ServedTable built(Options(), {Part(rows)}, "", 0);
+  built.base().Save(path, 77);
+  int64_t longest = 0, now = 0;
+  Forge(path, [&](std::vector<ServedIndex::Line>& lines) {
+    for (const auto& line : lines) longest = std::max(longest, now = line.passed ? now + 1 : 0);
+  });
+  CHECK_EQ(longest < 200, true);
+  std::remove(path.c_str());
 }
 
 TEST(A saved index answers as the one that was built and refuses other keys and damage) {

@@ -18,6 +18,7 @@ E = TypeVar("E", bound=enum.IntEnum)
 
 # A table grows by doubling, so this says how far it may go, not what it takes.
 DEFAULT_MAX_CAPACITY = 1 << 30
+MOST_DIM = 1 << 16
 
 
 class ScoreStrategy(enum.IntEnum):
@@ -310,8 +311,8 @@ class TableOptions:
                 raise ValueError(f"{name} should fit 64 bits but is: {value!r}")
         if isinstance(self.max_load_factor, bool) or not isinstance(self.max_load_factor, (int, float)):
             raise ValueError(f"max_load_factor should be a number but is: {self.max_load_factor!r}")
-        if not 1 <= self.dim <= 1 << 16:
-            raise ValueError(f"dim should be between 1 and {1 << 16} but is: {self.dim}")
+        if not 1 <= self.dim <= MOST_DIM:
+            raise ValueError(f"dim should be between 1 and {MOST_DIM} but is: {self.dim}")
         if not isinstance(self.optimizer, Optimizer):
             raise ValueError(
                 f"optimizer should be one such as embstore.Adam(lr=0.01) but is: {self.optimizer!r}"

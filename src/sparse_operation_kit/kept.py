@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 import embstore
-from embstore.checkpoint.shared import as_records, chosen, from_records
+from embstore.checkpoint.admission import restore_counters
+from embstore.checkpoint.shared import as_records, chosen, read_records
 from embstore.checkpoint.spec import TableSpec
 from embstore.formats.sok import TableReader
 
@@ -99,17 +100,15 @@ def restore(
         table.score = max(int(facts["score"]), table.score)
     counters = stored.part("admission", rank, world) if wrote == world else None
     if counters is not None and table.options.counts_keys:
-        table.restore_admission_counters(counters.view(np.uint16))
+        restore_counters(table, counters, stored.part_path("admission", rank, world))
     if table.options.shared_rows and "shared_rows" in facts:
         wanted = TableSpec.of(table)
         spec = dataclasses.replace(wanted, shared_rows=int(facts["shared_rows"]))
         width = int(facts["state_width"])
-        parts = [stored.part("shared", of, wrote) for of in range(wrote)]
-        ranks = [
-            from_records(part.reshape(-1, 8 + 4 * (spec.dim + width)), spec.dim)
-            for part in parts
-            if part is not None
-        ]
+        parts = {
+            stored.part_path("shared", of, wrote): stored.part("shared", of, wrote) for of in range(wrote)
+        }
+        ranks = [read_records(part, spec, width, path) for path, part in parts.items() if part is not None]
         if len(ranks) == wrote:
             rows = chosen(spec, ranks, wanted, rank, world, alike=wrote == world)
             fits = width == table.state_width

@@ -74,6 +74,12 @@ def binary(url, ids):
     return unpack_response(response.content)
 
 
+def test_no_ids_have_an_answer_without_vectors(log_and_server):
+    _, _, url = log_and_server
+    _, _, answers = binary(url, {"user": np.empty(0, np.int64), "item": np.array([7])})
+    assert [(vectors.shape, found.shape) for vectors, found in answers] == [((0, 5), (0,)), ((1, 3), (1,))]
+
+
 def test_both_forms_answer_as_the_tables_and_follow_the_log(log_and_server):
     log, tables, url = log_and_server
     user, item = tables["a"]["user"], tables["b"]["item"]

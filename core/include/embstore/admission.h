@@ -37,6 +37,7 @@ class AdmissionFilter {
   // Restores what Save returned. False, and nothing changes, if it is for another threshold. Throws
   // InvalidArgument for anything that Save does not return.
   bool Restore(std::span<const uint16_t> saved);
+  static void RequireForm(std::span<const uint16_t> saved);  // throws as Restore does
 
   // The entries as bytes, and which of them changed.
   std::span<std::byte> counters() { return std::as_writable_bytes(std::span(entries_)); }

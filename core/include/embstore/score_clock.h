@@ -106,6 +106,7 @@ class ScoreClock {
   // Throw InvalidArgument for another strategy, and for 0.
   void set_custom_score(uint64_t score);  // kCustomized
   void set_step(uint64_t step);           // kStep, or what Peek gave with an aged strategy
+  void RequireStep(uint64_t step) const;  // throws as set_step does
 
   // Later timestamps are at least `score`, or larger than `score`.
   void RaiseTo(uint64_t score);

@@ -50,6 +50,10 @@ void EncodeServedRows(const float* values, int64_t n, int64_t dim, ServedDType d
 //  2. The entries of a line are packed at its front.
 class ServedIndex {
  public:
+  // Of a row number; the bits above them are the number of a page.
+  static constexpr int kPageBits = 16;
+  static constexpr uint32_t PageOf(uint32_t row) { return row >> kPageBits; }
+  static constexpr uint32_t PlaceOf(uint32_t row) { return row & ((1u << kPageBits) - 1); }
   static constexpr uint32_t kRemoved = UINT32_MAX;  // in an overlay: the key is gone
   struct alignas(64) Line {
     static constexpr int kEntries = 5;
@@ -63,9 +67,11 @@ class ServedIndex {
   // Room for `entries` keys. `secret` keys the hash, so that nobody can choose keys that collide.
   // With a filter, a byte a key, most keys that are not there are known without looking at a line.
   ServedIndex(int64_t entries, uint64_t secret, bool filtered = false);
-  // Maps an index that Save wrote. Throws InvalidArgument when it is damaged, or indexes other
-  // keys.
-  ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc);
+  // Maps an index that Save wrote, of rows on pages with so many rows each. Throws InvalidArgument
+  // when it is damaged, or indexes other keys: whoever wrote it, a search ends, at a row that is
+  // there.
+  ServedIndex(const std::string& path, int64_t entries, uint32_t keys_crc,
+              std::span<const uint32_t> rows_of_page);
   ServedIndex(const ServedIndex& other, int64_t entries);  // a copy with room for `entries` keys
 
   int64_t size() const { return size_; }
@@ -145,6 +151,9 @@ class ServedIndex {
   static std::optional<uint32_t> PutWithin(Line* home, const Line* end, int64_t key, uint32_t row,
                                            bool* placed);
 
+  // Why lines of a file are none that Save wrote; null where they may be.
+  const char* Mistake(std::span<const uint32_t> rows_of_page) const;
+
   uint64_t secret_ = 0;
   int64_t lines_count_ = 0, size_ = 0;
   HugeBuffer owned_;
@@ -206,13 +215,13 @@ class ServedTable {
                 const float* weights, bool mean, float* out, int64_t out_stride) const;
 
  private:
-  static constexpr int kPageBits = 16;
+  static constexpr int kPageBits = ServedIndex::kPageBits;
 
   ServedTable(const ServedTable&) = default;
   uint32_t AddPages(const ServedRows& part);
   const std::byte* RowAt(uint32_t row) const {
-    const Page& page = pages_[row >> kPageBits];
-    return page.rows + (row & ((1u << kPageBits) - 1)) * page.stride_bytes;
+    const Page& page = pages_[ServedIndex::PageOf(row)];
+    return page.rows + ServedIndex::PlaceOf(row) * page.stride_bytes;
   }
   void ReadRange(const int64_t* keys, int64_t n, float* out, int64_t out_stride,
                  uint8_t* found) const;

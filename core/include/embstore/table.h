@@ -209,13 +209,16 @@ class Table : public std::enable_shared_from_this<Table> {
   // admission_threshold or admit_by_frequency.
   std::vector<uint16_t> AdmissionCounters();
   bool RestoreAdmissionCounters(std::span<const uint16_t> counters);
+  // Throws InvalidArgument where RestoreAdmissionCounters or, for changes, ApplyCounterChanges
+  // would.
+  void RequireCounters(std::span<const uint16_t> words, bool changes) const;
   // What changed of them since the last call (see CounterChanges); empty without counters. Throws
   // InvalidState unless changes are tracked.
   std::vector<uint16_t> TakeCounterChanges();
   // Makes what was taken part of the next changes.
   void ReturnCounterChanges(std::span<const uint16_t> taken);
   // Applies what another table took. False, and nothing changes, where its counters have another
-  // form or size.
+  // form or size, or would take far more memory than those of a table like this one.
   bool ApplyCounterChanges(std::span<const uint16_t> changes);
 
   // Takes what was evicted since the last call. values and states only if rows are logged.

@@ -19,23 +19,27 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from embstore.arrays import address
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import RowFile
 from embstore.exact_counts import Counts, with_changes
+from embstore.table import Table
 
 if TYPE_CHECKING:
     from embstore.checkpoint.reading import DumpTable
 
 Counters = npt.NDArray[np.uint16]
 
-_PREFIX, _PART = 7, 34  # words before the header, and of a part with its number
+_FORM, _PREFIX, _PART = 0x5CE8, 7, 34  # words: the first, those before the header, a part with its number
+_CONTENTS = _PART - 2
+MOST_FROM_ZERO = 1 << 24  # counters that a log may begin without saying what most of them are
 
 
 def admission_file(name: str, rank: int, world: int) -> str:
@@ -98,26 +102,55 @@ def stored_counters(stored: DumpTable, file: str) -> Counters | None:
     return RowFile(stored.folder / file, "<u2", words, 1).all()[:, 0]
 
 
+def require_counters(table: Table, counters: Counters | None, changes: bool, whence: object) -> None:
+    """Raises CheckpointError where the counters, or what changed of them, are none that a table gave."""
+    try:
+        if counters is not None:
+            table._core.require_counters(address(counters), len(counters), changes)
+    except ValueError as error:
+        raise CheckpointError(f"{whence}: {error}") from error
+
+
+def restore_counters(table: Table, counters: npt.NDArray[Any], whence: object) -> bool:
+    """`Table.restore_admission_counters` of what a file holds. Raises CheckpointError where it is damaged."""
+    try:
+        return table.restore_admission_counters(counters.view(np.uint16))
+    except ValueError as error:
+        raise CheckpointError(f"{whence}: {error}") from error
+
+
 def merged_counters(
     base: DumpTable, increments: Sequence[DumpTable], rank: int, world: int
 ) -> Counters | None:
     """The counters of a rank after the increments; None where they are not known."""
     counters = stored_counters(base, admission_file(base.name, rank, world))
     for increment in increments:
-        changes = stored_counters(increment, changes_file(base.name, rank, world))
+        file = changes_file(base.name, rank, world)
+        changes = stored_counters(increment, file)
         if changes is not None:  # else it was written before increments had them
-            counters = _with_changes(counters, changes)
+            counters = _with_changes(counters, changes, increment.folder / file)
     return counters
 
 
-def _with_changes(counters: Counters | None, changes: Counters) -> Counters | None:
-    from_zero, size, width = bool(changes[1]), int(changes[2:6].copy().view("<u8")[0]) // 2, int(changes[6])
+def _with_changes(counters: Counters | None, changes: Counters, path: Path) -> Counters | None:
+    width = int(changes[6]) if len(changes) >= _PREFIX else 0
+    if len(changes) < _PREFIX + width or (len(changes) - _PREFIX - width) % _PART or changes[0] != _FORM:
+        raise CheckpointError(
+            f"{path}: is not what changed of counters: {len(changes)} words of another form"
+        )
+    from_zero, size = bool(changes[1]), int(changes[2:6].copy().view("<u8")[0]) // 2
     header, parts = changes[_PREFIX : _PREFIX + width], changes[_PREFIX + width :].reshape(-1, _PART)
+    numbers = np.ascontiguousarray(parts[:, :2]).view("<u4")[:, 0]
+    if size % _CONTENTS or (numbers >= size // _CONTENTS).any():
+        raise CheckpointError(f"{path}: has parts outside of its {size} counters")
     if from_zero:
+        # A few words may say that all other counters are 0, and how many there are is only a claim.
+        if size > max(MOST_FROM_ZERO, 64 * len(counters if counters is not None else ())):
+            return None
         entries = np.zeros(size, np.uint16)
     elif counters is not None and len(counters) == width + size:
         entries = counters[width:].copy()
     else:
         return None
-    entries.reshape(-1, _PART - 2)[np.ascontiguousarray(parts[:, :2]).view("<u4")[:, 0]] = parts[:, 2:]
+    entries.reshape(-1, _CONTENTS)[numbers] = parts[:, 2:]
     return np.concatenate([header, entries])

@@ -22,6 +22,7 @@ from embstore.checkpoint.admission import (
     Counters,
     admission_file,
     changes_file,
+    require_counters,
     stored_counters,
     stored_counts,
 )
@@ -300,7 +301,10 @@ def _admission(match: Match, file_of: Callable[[str, int, int], str], ranks: Ran
     if not match.same_partition or names[ranks.rank] not in stored.files():
         match.notes.append(_recounted(stored))
         return None
-    return stored_counters(stored, names[ranks.rank])
+    counters = stored_counters(stored, names[ranks.rank])
+    path = stored.folder / names[ranks.rank]
+    require_counters(match.table, counters, file_of is changes_file, path)
+    return counters
 
 
 def _shared(match: Match, ranks: Ranks) -> Rows | None:

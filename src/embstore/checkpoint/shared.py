@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.names import file_stem
 from embstore.checkpoint.parts import RowFile
 from embstore.checkpoint.spec import TableSpec
@@ -29,11 +30,6 @@ def shared_file(name: str, rank: int, world: int) -> str:
     return f"{file_stem(name)}_shared.rank_{rank}.world_size_{world}"
 
 
-def record_bytes(spec: TableSpec, optim: bool) -> int:
-    """Bytes of a record."""
-    return 8 + 4 * (spec.dim + (spec.state_width if optim else 0))
-
-
 def as_records(shared: Rows, optim: bool) -> Array:
     """The bytes of a file (n, bytes of a record)."""
     columns = [shared.keys.astype("<i8").reshape(-1, 1).view(np.uint8)]
@@ -43,7 +39,23 @@ def as_records(shared: Rows, optim: bool) -> Array:
     return np.ascontiguousarray(np.concatenate(columns, axis=1))
 
 
-def from_records(records: Array, dim: int) -> Rows:
+def read_records(data: Array, spec: TableSpec, state_width: int, whence: object) -> Rows:
+    """The shared rows in the bytes of a file. Raises CheckpointError where they are none of this table."""
+    size = 8 + 4 * (spec.dim + state_width)
+    if data.nbytes % size:
+        raise CheckpointError(
+            f"{whence}: expected shared rows of {size} bytes each, found {data.nbytes} bytes"
+        )
+    rows = _from_records(np.ascontiguousarray(data).reshape(-1).view(np.uint8).reshape(-1, size), spec.dim)
+    outside = ((rows.keys < 0) | (rows.keys >= spec.shared_rows)).any()
+    if outside or len(np.unique(rows.keys)) != len(rows):
+        raise CheckpointError(
+            f"{whence}: expected shared rows with numbers below {spec.shared_rows}, each once"
+        )
+    return rows
+
+
+def _from_records(records: Array, dim: int) -> Rows:
     numbers = np.ascontiguousarray(records[:, :8]).view("<i8")[:, 0]
     floats = np.ascontiguousarray(records[:, 8:]).view("<f4")
     return Rows(numbers, floats[:, :dim], floats[:, dim:], np.zeros(len(numbers), np.uint64))
@@ -54,11 +66,12 @@ def stored_shared(stored: DumpTable) -> list[Rows] | None:
     if stored.manifest is None or stored.spec is None or not stored.spec.shared_rows:
         return None
     spec, world, found = stored.spec, stored.manifest.world, []
-    size = record_bytes(spec, stored.manifest.optim)
+    width = spec.state_width if stored.manifest.optim else 0
     for rank in range(world):
-        name = shared_file(stored.name, rank, world)
-        rows = stored.files()[name]["bytes"] // size if name in stored.files() else 0
-        found.append(from_records(RowFile(stored.folder / name, "u1", rows, size).all(), spec.dim))
+        path = stored.folder / shared_file(stored.name, rank, world)
+        listed = stored.files().get(path.name, {"bytes": 0})
+        data = RowFile(path, "u1", listed["bytes"], 1).all()
+        found.append(read_records(data, spec, width, path))
     return found
 
 

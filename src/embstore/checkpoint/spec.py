@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from embstore.optimizers import Optimizer, from_dict
-from embstore.options import DType, ScoreStrategy
+from embstore.options import MOST_DIM, DType, ScoreStrategy
 from embstore.ownership import Ownership
 from embstore.table import Table
 
@@ -128,7 +128,8 @@ class TableSpec:
         states = tuple((checked({"states": name}, "states", str), int(w)) for name, w in values["states"])
         for name, kind in (("name", str), ("initializer", dict)):
             checked(values, name, kind)
-        for name, least in (("dim", 1), ("optimizer_step", 0), ("init_capacity", 0), ("max_capacity", 1)):
+        count(values, "dim", 1, MOST_DIM)
+        for name, least in (("optimizer_step", 0), ("init_capacity", 0), ("max_capacity", 1)):
             count(values, name, least)
         count(values, "bucket_capacity", 1)
         count(values, "score", most=(1 << 64) - 1)

@@ -30,12 +30,13 @@ try:
 except ImportError as error:
     raise missing("torch_checkpoint", "torch", error) from error
 
+from embstore.checkpoint.admission import restore_counters
 from embstore.checkpoint.dumping import OwnershipOf, Tables, ownership_of
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.fitting import CARRIED_SCORES, scores_carry
 from embstore.checkpoint.loading import ORDERED_ROWS, ascending_rows, losses_told
 from embstore.checkpoint.parts import Array
-from embstore.checkpoint.shared import as_records, chosen, from_records
+from embstore.checkpoint.shared import as_records, chosen, read_records
 from embstore.checkpoint.spec import TableSpec
 from embstore.distributed.ranks import ranks_of
 from embstore.ownership import AnyOwnership, Ownership, owner
@@ -164,7 +165,11 @@ class TablesState(Stateful):
         alike = saved_by == by.name and world == self._ranks.world
         self._restore_admission(label, table, parts, alike)
         if spec.shared_rows and table.options.shared_rows:
-            saved = [from_records(parts[rank, world]["shared"], table.dim) for rank in range(world)]
+            whence = f"{self._saved_in}: table {label!r}"
+            saved = [
+                read_records(parts[rank, world]["shared"], spec, table.state_width, whence)
+                for rank in range(world)
+            ]
             mine_shared = chosen(spec, saved, TableSpec.of(table), self._ranks.rank, self._ranks.world, alike)
             table.assign_shared_rows(mine_shared.keys, mine_shared.values, mine_shared.states)
         return table
@@ -215,7 +220,8 @@ class TablesState(Stateful):
         counters = parts[self._ranks.rank if alike else 0, len(parts)].get("admission")
         if not table.options.counts_keys or counters is None:
             return
-        if not alike or not table.restore_admission_counters(counters.view(np.uint16)):
+        whence = f"{self._saved_in}: table {label!r}"
+        if not alike or not restore_counters(table, counters, whence):
             warnings.warn(
                 f"admission counters of table {label!r} are not loaded: those of the checkpoint are for "
                 "another world size, ownership or admission_threshold; keys without a row are counted from 0",

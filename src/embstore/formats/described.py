@@ -21,7 +21,7 @@ import numpy.typing as npt
 from embstore.checkpoint.errors import CheckpointError
 from embstore.checkpoint.files import file_size
 from embstore.checkpoint.names import name_of
-from embstore.checkpoint.shared import from_records, record_bytes
+from embstore.checkpoint.shared import read_records
 from embstore.checkpoint.spec import TableSpec
 from embstore.formats.columns import DESCRIPTION, SHARED
 from embstore.optimizers import OPTIMIZERS, SGD, Optimizer
@@ -75,17 +75,10 @@ class DescribedTable:
         if not spec.shared_rows:
             return None
         try:
-            records = np.frombuffer(b64decode(self.metadata.get(SHARED, ""), validate=True), np.uint8)
-            rows = from_records(records.reshape(-1, record_bytes(spec, bool(self.states))), spec.dim)
+            data = np.frombuffer(b64decode(self.metadata.get(SHARED, ""), validate=True), np.uint8)
         except ValueError as error:
             raise CheckpointError(f"{file}: its shared rows cannot be read: {error}") from error
-        if len(np.unique(rows.keys)) != len(rows) or not set(rows.keys.tolist()) <= set(
-            range(spec.shared_rows)
-        ):
-            raise CheckpointError(
-                f"{file}: expected shared rows with numbers below {spec.shared_rows}, each once"
-            )
-        return rows
+        return read_records(data, spec, spec.state_width if self.states else 0, file)
 
     def _spec(self, file: Path, widths: dict[str, int]) -> TableSpec:
         dim = self.values.shape[1]

@@ -204,7 +204,9 @@ def _arguments(path: Path) -> dict[str, Any]:
     return arguments
 
 
-def _dim(path: Path, width: int, expected: TableSpec | None) -> int:
+def _dim(path: Path, rows: int, width: int, expected: TableSpec | None) -> int:
+    if rows and not width:
+        raise CheckpointError(f"{path}: is truncated: expected vectors for {rows} rows, found 0 bytes")
     if expected is None:
         return width
     if width and width < expected.dim:
@@ -226,7 +228,7 @@ def _find_v1(
     keys, values, scores = (folder / f"{stem}_{name}" for name in ("keys", "values", "scores"))
     rows = _rows(keys, 8, "keys")
     width = _width(values, rows)
-    dim = _dim(values, width, expected)
+    dim = _dim(values, rows, width, expected)
     prefix = f"{stem}{STATE_MARK}"
     names = sorted(
         path.name[len(prefix) : -len("_keys")]

@@ -181,10 +181,14 @@ class TableReader:
 
     def part(self, kind: str, rank: int, world: int) -> Array | None:
         """The bytes of a file of one rank, such as its "shared" rows; None where there is none."""
-        path = self._directory / part_file(self.prefix, kind, rank, world)
+        path = self.part_path(kind, rank, world)
         if not os.path.lexists(path):
             return None
         return RowFile(path, "u1", file_size(path), 1).all()[:, 0]
+
+    def part_path(self, kind: str, rank: int, world: int) -> Path:
+        """Where that file is, or would be."""
+        return self._directory / part_file(self.prefix, kind, rank, world)
 
     def engine_states(self) -> tuple[str, list[str]]:
         """The arithmetic of the engine whose states are all there, and the names of those states."""

@@ -34,12 +34,11 @@ from embstore.checkpoint.reading import Dump, DumpTable, open_dump
 from embstore.checkpoint.shared import (
     as_records,
     combined,
-    from_records,
-    record_bytes,
+    read_records,
     shared_file,
     stored_shared,
 )
-from embstore.checkpoint.spec import TableSpec
+from embstore.checkpoint.spec import TableSpec, checked, count
 from embstore.checkpoint.writing import write_array
 from embstore.options import DType, as_enum
 from embstore.ownership import Ownership
@@ -309,8 +308,9 @@ def open_base(path: Path, missing: str, dump: Dump | None = None) -> Base:
             for collection, named in document["tables"].items()
             for name, facts in named.items()
         }  # fmt: skip
-        return Base(tables, str(document["dump"]), int(document["number"]), int(document["taken_ns"]))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        number, taken_ns = count(document, "number"), count(document, "taken_ns")
+        return Base(tables, checked(document, "dump", str), number, taken_ns)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path / NAME}: is incomplete: {error!r}") from error
 
 
@@ -319,7 +319,8 @@ def _open_table(
     dump: Dump | None,
 ) -> _core.ServedTable:  # fmt: skip
     folder, stem = path / file_stem(collection), file_stem(spec.name)
-    index, keys_crc, rows = folder / f"{stem}.index", int(facts["keys_crc32"]), int(facts["rows"])
+    index, rows = folder / f"{stem}.index", count(facts, "rows")
+    keys_crc = count(facts, "keys_crc32", most=0xFFFF_FFFF)
     if dump is not None:
         table = dump[collection][spec.name]
         parts = dump_parts(table, verify=_identities(table) != facts["seen"])
@@ -334,7 +335,7 @@ def _open_table(
 def _map_own(path: Path, facts: dict[str, Any]) -> _core.MappedFile:
     """A file of the base itself."""
     listed = facts["files"][path.name]
-    mapped = map_file(path, int(listed["bytes"]))
+    mapped = map_file(path, count(listed, "bytes"))
     if (crc := mapped.checksum()) != listed["crc32"]:
         raise CheckpointError(f"{path}: is damaged: expected crc32 {listed['crc32']}, found {crc}")
     return mapped
@@ -367,8 +368,7 @@ def _with_shared_file(
         return served
     path = folder / f"{file_stem(spec.name)}.shared"
     _map_own(path, facts)
-    records = np.fromfile(path, np.uint8).reshape(-1, record_bytes(spec, optim=False))
-    return with_shared(served, spec, from_records(records, spec.dim))
+    return with_shared(served, spec, read_records(np.fromfile(path, np.uint8), spec, 0, path))
 
 
 # ---- the cache of a host

@@ -77,7 +77,11 @@ def pack_response(
     """The body of a response, from the vectors and flags of each table."""
     parts: list[bytes | memoryview] = [struct.pack("<QQI", state, taken_ns, len(tables))]
     for vectors, found in tables:
-        parts += [struct.pack("<II", *vectors.shape), vectors.data.cast("B"), found.data.cast("B")]
+        # As plain bytes: memory of no ids cannot be cast.
+        parts += [
+            struct.pack("<II", *vectors.shape),
+            *(a.reshape(-1).view(np.uint8).data for a in (vectors, found)),
+        ]
     return b"".join(parts)
 
 
