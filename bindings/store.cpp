@@ -345,8 +345,13 @@ void BindStore(nb::module_& m) {
              for (const std::string& name : names) {
                const nb::object text = nb::steal(PyUnicode_DecodeUTF8(
                    name.data(), static_cast<Py_ssize_t>(name.size()), nullptr));
-               if (text) found.append(text);
-               PyErr_Clear();
+               if (text) {
+                 found.append(text);
+               } else if (PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
+                 PyErr_Clear();
+               } else {
+                 throw nb::python_error();
+               }
              }
              return found;
            })
