@@ -88,7 +88,7 @@ def compared(
         ("memory", tables, seen.memory_bytes, ()),
         ("sent bytes", steps.sent_bytes, seen.sent_bytes, ()),
         ("dump bytes", files.dump_bytes, seen.dump_bytes, ()),
-        ("step work", steps.step_seconds / crowding, seen.step_cpu_seconds, ()),
+        ("step work", (steps.step_seconds - steps.wait_seconds) / crowding, seen.step_cpu_seconds, ()),
         (
             "dump work",
             files.dump_work_seconds / ranks,

@@ -43,7 +43,7 @@ def test_a_plan_is_json_for_programs():
     found = json.loads(run(*LARGE, "--table", "item,rows=7,dim=3,ids=0.5", "--json").stdout)
     assert found["world"] == 1024 and found["rows"] == 10**12 + 7
     assert found["step_seconds"] == pytest.approx(
-        sum(found[f"{part}_seconds"] for part in ("work", "message", "network"))
+        sum(found[f"{part}_seconds"] for part in ("work", "message", "wait", "network"))
     )
     assert {limit["name"] for limit in found["limits"]} >= {"memory of a host", "network of a host"}
 

@@ -117,6 +117,7 @@ def test_memory_is_that_of_full_tables_and_is_divided_by_ranks():
 def test_one_rank_sends_nothing_and_ranks_send_what_does_not_stay_with_them():
     alone = plan(workload(), hosts(), REFERENCE)
     assert alone.sent_bytes == alone.network_bytes == alone.message_seconds == alone.network_seconds == 0
+    assert alone.wait_seconds == 0
     made = plan(workload(), hosts(hosts=2, ranks=2), REFERENCE)
     assert made.sent_bytes == pytest.approx(1023 * (8 + 2 * 28) * 3 / 4)
     # Of the three other ranks, two are on the other host.
@@ -139,6 +140,10 @@ def test_a_step_is_the_sum_of_what_is_counted():
         crowded = plan(workload(), hosts(ranks=4, cores=2), Machine(**{**free, name: 1e-6}))
         assert made.step_seconds == pytest.approx(1e-6 * count), name
         assert crowded.step_seconds == pytest.approx(2e-6 * count), name
+    for name, count in {"wait": 4, "wait_byte": 1023 * (8 + 56)}.items():
+        for cores in (2, 4):
+            made = plan(workload(), hosts(ranks=4, cores=cores), Machine(**{**free, name: 1e-6}))
+            assert made.step_seconds == made.wait_seconds == pytest.approx(1e-6 * count), name
 
 
 def test_threads_divide_the_work_that_they_can():
@@ -205,7 +210,10 @@ def test_dumps_increments_and_loads_without_rows_take_what_ranks_tables_and_file
         assert seconds(publish_table=1.0) == pytest.approx([2 * crowding] * 3)
         assert seconds(file=1.0) == pytest.approx([2 * 4 + 4, 2 * 5 + 4, 0], abs=1e-9)
         rounds = [DUMP_ROUNDS, APPEND_ROUNDS, LOAD_ROUNDS]
-        assert seconds(message=1.0) == pytest.approx([n * (ranks - 1) * crowding for n in rounds], abs=1e-9)
+        assert seconds(round=1.0) == pytest.approx([n * (ranks - 1) * crowding for n in rounds], abs=1e-9)
+        table = 2 * crowding if ranks > 1 else 0
+        assert seconds(round_table=1.0) == pytest.approx([table] * 3, abs=1e-9)
+        assert seconds(wait=1.0) == pytest.approx([n * math.log2(ranks) for n in rounds], abs=1e-9)
 
 
 def test_a_load_takes_what_the_slower_of_cores_and_disk_takes():
@@ -229,6 +237,7 @@ def test_a_load_takes_what_the_slower_of_cores_and_disk_takes():
 
 def test_a_file_of_an_earlier_version_is_read(tmp_path):
     later = {"scan_row", "publish_table", "file", "reading", "follow", "follow_table"}
+    later |= {"wait", "wait_byte", "round", "round_table"}
     values = {name: value for name, value in dataclasses.asdict(REFERENCE).items() if name not in later}
     (tmp_path / "machine.json").write_text(json.dumps(values))
     read = Machine.read(tmp_path / "machine.json")

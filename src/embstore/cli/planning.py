@@ -152,7 +152,12 @@ def _count(value: float) -> str:
 
 def _print(made: Plan, workload: Workload, hosts: Hosts) -> None:
     wanted = f", wanted {_count(workload.ids_per_second)} ids/s" if workload.ids_per_second else ""
-    parts = {"work": made.work_seconds, "messages": made.message_seconds, "network": made.network_seconds}
+    parts = {
+        "work": made.work_seconds,
+        "messages": made.message_seconds,
+        "waiting": made.wait_seconds,
+        "network": made.network_seconds,
+    }
     step = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
     traffic = made.network_bytes / made.step_seconds
     print_card(

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from embstore.planning.machine import Machine
-from embstore.planning.model import EXCHANGES
-from embstore.planning.running import Run, run
+from embstore.planning.model import APPEND_ROUNDS, DUMP_ROUNDS, EXCHANGES, LOAD_ROUNDS
+from embstore.planning.running import Observed, Run, run
 from embstore.planning.workload import PlannedTable, planned_table
 
 TABLE_BYTES = 192 << 20  # of the rows of a table: more than a cache holds
 BATCH, SMALL = 65536, 512
+SMALL_ROUNDS = 5  # of file work with hardly any rows
 OWN = ("step", "table", "id", "id_byte", "row", "row_byte")
 
 
@@ -33,7 +34,7 @@ def measure(folder: str | os.PathLike[str] = ".", *, table_bytes: int = TABLE_BY
     """
     cores = len(os.sched_getaffinity(0))
     steps, process_bytes = _steps(cores, table_bytes)
-    exchange = _exchange(steps, table_bytes)
+    exchange = _exchange(steps, table_bytes, cores)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         files = _files(place, table_bytes)
     return Machine(
@@ -105,8 +106,9 @@ def _steps(cores: int, table_bytes: int) -> tuple[dict[str, float], int]:
     return constants, found[0].process_bytes
 
 
-def _exchange(steps: dict[str, float], table_bytes: int) -> dict[str, float]:
-    """Two ranks, and four for what a message costs: what comes on top of the work of one."""
+def _exchange(steps: dict[str, float], table_bytes: int, cores: int) -> dict[str, float]:
+    """Two ranks, and four for what a message costs: what comes on top of the work of one. Two ranks that have
+    a core each also show how long they wait for each other."""
     narrow, wide = _table(8, "SGD", table_bytes), _table(64, "SGD", table_bytes)
     runs = [
         Run(tables=[narrow], batch=SMALL, steps=40),
@@ -115,14 +117,19 @@ def _exchange(steps: dict[str, float], table_bytes: int) -> dict[str, float]:
         Run(tables=[wide], batch=BATCH),
     ]
     two, [four] = run(2, runs), run(4, runs[:1])
-    counts, seconds = [], []
+    counts, seconds, waits = [], [], []
     for order, observed, world in zip([*runs, runs[0]], [*two, four], [2, 2, 2, 2, 4], strict=True):
         own = sum(steps[name] * count for name, count in zip(OWN, _own(order), strict=True))
         moved = order.batch * 8 + 2 * _own(order)[OWN.index("id_byte")]
         counts.append([1.0, len(order.tables), EXCHANGES * (world - 1), order.batch, moved])
         seconds.append(max(observed.step_cpu_seconds - own, 1e-9))
+        waits.append(max(observed.step_seconds - observed.step_cpu_seconds, 1e-9))
     names = ("exchange", "sent_table", "message", "sent_id", "sent_byte")
-    return dict(zip(names, fitted(counts, seconds).tolist(), strict=True))
+    costs = dict(zip(names, fitted(counts, seconds).tolist(), strict=True))
+    if cores < 2:
+        return costs
+    waited = fitted([[count[2], count[4]] for count in counts[: len(two)]], waits[: len(two)])
+    return {**costs, **dict(zip(("wait", "wait_byte"), waited.tolist(), strict=True))}
 
 
 def _files(folder: str, table_bytes: int) -> dict[str, float]:
@@ -130,6 +137,9 @@ def _files(folder: str, table_bytes: int) -> dict[str, float]:
     shapes = [(8, "SGD", 4 * BATCH), (8, "Adam", BATCH), (64, "SGD", BATCH), (64, "Adam", BATCH)]
     large = [_table(dim, rule, table_bytes) for dim, rule, _ in shapes]
     small = [[_table(8, "SGD", 0)], [_table(8, "Adam", 0)], _several(8, 0)]
+    tiny = [
+        Run(tables=tables, batch=SMALL, steps=1, folder=folder, file_rounds=SMALL_ROUNDS) for tables in small
+    ]
     found = run(
         1,
         [
@@ -138,7 +148,7 @@ def _files(folder: str, table_bytes: int) -> dict[str, float]:
                 for table, (_, _, batch) in zip(large, shapes, strict=True)
             ),
             Run(tables=large[:1], batch=SMALL, steps=1, folder=folder),
-            *(Run(tables=tables, batch=SMALL, steps=1, folder=folder, file_rounds=5) for tables in small),
+            *tiny,
         ],
     )
     whole, scanned, few = found[: len(large)], found[len(large)], found[len(large) + 1 :]
@@ -164,9 +174,24 @@ def _files(folder: str, table_bytes: int) -> dict[str, float]:
     reading = [seen.load_reading_cpu_seconds / seen.load_cpu_seconds for seen in whole]
     return {
         **costs,
+        **_rounds(few[0], few[2], tiny[0], tiny[2]),
         "scan_row": max(0.0, scan),
         "reading": min(1.0, max(0.0, float(np.median(reading)))),
         "file": float(np.median([seen.file_seconds for seen in found])),
         "write_bytes_per_second": float(np.median([seen.write_bytes_per_second for seen in found])),
         "read_bytes_per_second": float(np.median([seen.read_bytes_per_second for seen in found])),
     }
+
+
+def _rounds(alone: Observed, alone_several: Observed, one: Run, several: Run) -> dict[str, float]:
+    """What ranks add to dumps, increments and loads of hardly any rows: of one table, and of several."""
+    two, two_several = run(2, [one, several])
+    [four] = run(4, [one])
+    counts, seconds = [], []
+    runs = [(two, alone, 1, one), (two_several, alone_several, 1, several), (four, alone, 3, one)]
+    for seen, before, others, order in runs:
+        for rounds, name in ((DUMP_ROUNDS, "dump"), (APPEND_ROUNDS, "append"), (LOAD_ROUNDS, "load")):
+            counts.append([rounds * others, len(order.tables)])
+            took = f"{name}_cpu_seconds"
+            seconds.append(max(getattr(seen, took) - getattr(before, took), 1e-9))
+    return dict(zip(("round", "round_table"), fitted(counts, seconds).tolist(), strict=True))

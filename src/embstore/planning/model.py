@@ -1,6 +1,6 @@
 """The model: counts what a workload does on hosts, and multiplies by what it costs on a machine.
 
-    step      = work / cores + bytes out of the host / network + exchanges * latency
+    step      = work / cores + waiting for other ranks + bytes out of the host / network + exchanges * latency
     work      = ids * (id + vector bytes) + distinct rows * (row + row bytes) + what ranks send each other
     dump      = rows of a host: the cores copy them, then the disk writes what is left
     load      = rows of a host, by its cores or by its disk, whichever is slower
@@ -12,6 +12,7 @@ the background only make it better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class Plan:
     work_seconds: float
     network_seconds: float
     message_seconds: float
+    wait_seconds: float  # for other ranks of a host
     step_seconds: float
     ids_per_second: float  # of all ranks
     dump_bytes: float
@@ -108,6 +110,7 @@ def plan(workload: Workload, hosts: Hosts, machine: Machine) -> Plan:
         work_seconds=step.work_seconds,
         network_seconds=step.network_seconds,
         message_seconds=step.message_seconds,
+        wait_seconds=step.wait_seconds,
         step_seconds=step.seconds,
         ids_per_second=reached,
         dump_bytes=dump_bytes / hosts.hosts,
@@ -134,30 +137,32 @@ class _Step:
     def __init__(self, workload: Workload, hosts: Hosts, machine: Machine) -> None:
         several = hosts.world > 1
         tables = len(workload.tables)
-        own = sent = sent_bytes = self.buffer_bytes = 0.0
+        own = sent = moved_bytes = sent_bytes = self.buffer_bytes = 0.0
         for table in workload.tables:
             ids = workload.ids_of(table)
             own += ids * (machine.id + machine.id_byte * table.vector_bytes)
             own += ids * workload.distinct * (machine.row + machine.row_byte * table.row_bytes)
             moved = ids * (8 + 2 * table.vector_bytes)
             if several:
+                moved_bytes += moved
                 sent += ids * machine.sent_id + moved * machine.sent_byte
                 sent_bytes += moved * (hosts.world - 1) / hosts.world
             self.buffer_bytes += ids * (16 + (COPIES_OF_RANKS if several else COPIES) * table.vector_bytes)
         work = machine.step + tables * machine.table + own * _divided(machine, hosts)
-        self.message_seconds = self.network_seconds = self.network_bytes = 0.0
+        self.message_seconds = self.wait_seconds = self.network_seconds = self.network_bytes = 0.0
         self.sent_bytes = sent_bytes
         if several:
             crowding = max(1.0, hosts.ranks / hosts.cores)  # more ranks than cores take turns
             work = (work + sent + machine.exchange + tables * machine.sent_table) * crowding
             self.message_seconds = EXCHANGES * (hosts.world - 1) * machine.message * crowding
+            self.wait_seconds = EXCHANGES * machine.wait + moved_bytes * machine.wait_byte
             outside = (hosts.world - hosts.ranks) / (hosts.world - 1)
             self.network_bytes = hosts.ranks * sent_bytes * outside
             self.network_seconds = self.network_bytes / hosts.network_bytes_per_second
         if hosts.hosts > 1:
             self.network_seconds += EXCHANGES * hosts.latency_seconds
         self.work_seconds = work
-        self.seconds = self.work_seconds + self.message_seconds + self.network_seconds
+        self.seconds = self.work_seconds + self.message_seconds + self.wait_seconds + self.network_seconds
 
 
 def _divided(machine: Machine, hosts: Hosts) -> float:
@@ -181,13 +186,14 @@ class _Files:
 
     def fixed(self, tables: int, rounds: int) -> float:
         """Work of each rank, whatever the number of rows; each round is a message to every other rank."""
-        m = self._machine
-        return m.publish + tables * m.publish_table + rounds * (self._hosts.world - 1) * m.message
+        m, others = self._machine, self._hosts.world - 1
+        alone = m.publish + tables * m.publish_table
+        return alone + (rounds * others * m.round + tables * m.round_table if others else 0.0)
 
     def published(self, tables: int, files: int, rounds: int) -> float:
         """What a dump or an increment takes that has no rows."""
         synced = (files + PUBLISHED_FILES) * self._machine.file
-        return self.fixed(tables, rounds) * self._crowding + synced
+        return self._started(tables, rounds) + synced
 
     def written(self, rows: float, size: float) -> float:
         """Cores copy rows to the page cache; the disk begins when many bytes wait there, or at the end."""
@@ -210,20 +216,25 @@ class _Files:
         )
         cores = ahead / hosts.read_bytes_per_second + self._placed(self.load_work(rows, size))
         disk = size / hosts.hosts / hosts.read_bytes_per_second
-        return self.fixed(len(tables), LOAD_ROUNDS) * self._crowding + max(cores, disk)
+        return self._started(len(tables), LOAD_ROUNDS) + max(cores, disk)
 
     def resharded(self, tables: int, rows: float, size: float) -> float:
         """Every rank reads the whole dump and keeps its own rows; a host reads it from the disk once."""
         m, hosts = self._machine, self._hosts
         own = (rows * m.load_row) / hosts.world + size * m.load_byte
         cores, disk = self._placed(own * hosts.ranks), size / hosts.read_bytes_per_second
-        return self.fixed(tables, LOAD_ROUNDS) * self._crowding + max(cores, disk)
+        return self._started(tables, LOAD_ROUNDS) + max(cores, disk)
 
     def followed(self, tables: int, rows: float, size: float) -> float:
         """One reader follows the increments of all hosts."""
         m = self._machine
         cores = rows * m.follow_row + size * m.follow_byte
         return m.follow + tables * m.follow_table + max(cores, size / self._hosts.read_bytes_per_second)
+
+    def _started(self, tables: int, rounds: int) -> float:
+        """The fixed work by the clock. Every wait doubles the number of ranks that a message has reached."""
+        waits = rounds * math.log2(self._hosts.world)
+        return self.fixed(tables, rounds) * self._crowding + waits * self._machine.wait
 
     def _placed(self, work: float) -> float:
         """Work of a load of all ranks of a host. One thread of each reads while the others place rows."""
