@@ -3,57 +3,21 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "../src/batch_read.h"
 #include "../src/file_io.h"
 #include "check.h"
 #include "embstore/parallel.h"
-#include "embstore/plugin.h"
+#include "failing_allocations.h"
 #include "snapshot_oracle.h"
 #include "store_oracle.h"
 
-// Where a plug-in throws, it may still have the context of the call.
-extern "C" const char* __lsan_default_suppressions() { return "leak:PluginInstance::Run\n"; }
-
-namespace {
-// Allocations until one fails; negative: none does.
-std::atomic<int64_t> allocations_left{-1};
-}  // namespace
-
-[[gnu::noinline]] void* operator new(size_t bytes) {
-  if (allocations_left.load() >= 0 && allocations_left.fetch_sub(1) == 0) throw std::bad_alloc();
-  if (void* data = std::malloc(bytes ? bytes : 1)) return data;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
-[[gnu::noinline]] void operator delete(void* data, size_t) noexcept { std::free(data); }
-
 namespace embstore {
 namespace {
-
-// Calls `work` with the first, the second, ... allocation failing until none does. Returns how
-// often it failed.
-template <typename Work, typename Verify>
-int64_t FailEachAllocation(const Work& work, const Verify& verify) {
-  for (int64_t failures = 0;; ++failures) {
-    bool failed = false;
-    allocations_left = failures;
-    try {
-      work();
-    } catch (const std::bad_alloc&) {
-      failed = true;
-    }
-    allocations_left = -1;
-    if (!failed) return failures;
-    verify();
-  }
-}
 
 struct Case {
   const char* name;
@@ -253,31 +217,6 @@ TEST(An SSD store that runs out of memory loses no row and publishes a checkpoin
   reader->LoadCheckpoint("saved");
   CheckHolds(*reader, oracle);
   CheckHolds(*store, oracle);
-}
-
-TEST(A plug - in that runs out of memory is an error and can be used again) {
-  LoadPlugin(EMBSTORE_ODD_PLUGIN);
-  constexpr size_t kWidth = 12;
-  PluginInstance instance("odd", "well", "table", 0, {kWidth});
-  const auto keys = Range(0, 97);
-  std::vector<std::byte> rows(keys.size() * kWidth), pulled(rows.size());
-  std::vector<uint8_t> found(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) FillRow(keys[i], 1, {&rows[i * kWidth], kWidth});
-  const auto fail_each = [](const auto& work) {
-    const int64_t failures = FailEachAllocation(
-        [&] {
-          try {
-            work();
-          } catch (const InvalidState&) {  // it was the plug-in's own memory
-            throw std::bad_alloc();
-          }
-        },
-        [] {});
-    CHECK(failures > 5);
-  };
-  fail_each([&] { instance.Push(keys, rows.data(), 60); });
-  fail_each([&] { instance.Pull(keys, pulled.data(), found.data(), 60); });
-  CHECK(pulled == rows);
 }
 
 TEST(A batch of reads with few threads reads all) {

@@ -5,18 +5,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 #include "embstore/types.h"
+#include "failing_allocations.h"
 #include "store_oracle.h"
-
-// Contexts and instances of calls that never complete stay with the plug-in.
-extern "C" const char* __lsan_default_suppressions() {
-  return "leak:PluginInstance::Run\nleak:IO_Initialize\n";
-}
 
 namespace embstore {
 namespace {
@@ -141,6 +138,30 @@ TEST(Several threads share an instance that runs one call at a time) {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK_EQ(errors.load(), 0);
+}
+
+TEST(A library that runs out of memory is an error and can be used again) {
+  PluginInstance instance = Open("well");
+  std::vector<int64_t> ids(97);
+  std::iota(ids.begin(), ids.end(), -48);
+  const std::vector<std::byte> rows = RowsOf(ids, 1);
+  std::vector<std::byte> pulled(rows.size());
+  std::vector<uint8_t> found(ids.size());
+  const auto fail_each = [](const auto& work) {
+    const int64_t failures = FailEachAllocation(
+        [&] {
+          try {
+            work();
+          } catch (const InvalidState&) {  // it was the plug-in's own memory
+            throw std::bad_alloc();
+          }
+        },
+        [] {});
+    CHECK(failures > 5);
+  };
+  fail_each([&] { instance.Push(ids, rows.data(), kPatient); });
+  fail_each([&] { instance.Pull(ids, pulled.data(), found.data(), kPatient); });
+  CHECK(pulled == rows);
 }
 
 }  // namespace
