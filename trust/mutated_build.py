@@ -73,7 +73,10 @@ sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__n
 
 # Asserts and the checks of the standard libraries are on: what the tests under sanitizers would notice.
 CHECKED = {"-O3": ["-O1"], "-DNDEBUG": ["-D_GLIBCXX_ASSERTIONS", "-D_FORTIFY_SOURCE=2"]}
-ERROR = re.compile(r"([\w.]+\.(?:cpp|inc)):(\d+):\d+: (?:fatal )?error")
+# An error is at a place of ours, or in a function of the compiler's headers that one of ours calls.
+PLACE = r"([\w.]+\.(?:cpp|inc)):(\d+):\d+"
+ERROR = re.compile(rf"{PLACE}: (?:fatal )?error")
+CALLED = re.compile(rf"^In function .*\n\s+inlined from .* at \S*?{PLACE}", re.MULTILINE)
 
 
 def copy_sources(work: Path, numbered: dict[int, Mutant]) -> None:
@@ -215,9 +218,11 @@ def compiled(work: Path, changed: set[str]) -> set[tuple[str, int]]:
         done = subprocess.run(words, cwd=base, capture_output=True, text=True)
         if done.returncode == 0:
             mark.write_text(digest)
-        elif not ERROR.search(done.stderr):
+            return str(place), set()
+        errors = ERROR.findall(done.stderr) or CALLED.findall(done.stderr)
+        if not errors:
             raise RuntimeError(f"{name} does not compile:\n{done.stderr[-4000:]}")
-        return str(place), {(where, int(line)) for where, line in ERROR.findall(done.stderr)}
+        return str(place), {(where, int(line)) for where, line in errors}
 
     wanted = [(os.path.relpath(file, ROOT), command) for file, command in commands]
     wanted = [(name, command) for name, command in wanted if name in (*sources, "core/src/mutant.cpp")]
