@@ -2,7 +2,7 @@
 // UBSan; `python -m trust.fuzz_core` builds and runs it. The environment variable EMBSTORE_FUZZ
 // names the reader: redis, index or store; EMBSTORE_FUZZ_FOLDER a folder for files.
 //
-// Checksums are computed anew for each input: an attacker can do that as well.
+// Checksums are recomputed for each input: an attacker can do that as well.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>

@@ -3,7 +3,7 @@
 An attacker can compute a CRC-32, so what stands behind the checksums has to be fuzzed as well. An input is
 
     byte 0 % 8   0: byte 1 chooses a file, the rest is its new contents; no checksum is changed
-                 1: the same, and the checksums that cover it are computed anew
+                 1: the same, and the checksums that cover it are recomputed
                  else edits, and checksums as above: file (1), place (2, big-endian), size (1), the new bytes
 
 An edit of a JSON file replaces a value by JSON (an object is added to an object; nothing removes the value);
