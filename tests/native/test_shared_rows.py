@@ -333,7 +333,7 @@ def test_shared_rows_of_a_file_that_do_not_fit_are_refused(tmp_path):
     record = (5).to_bytes(8, "little") + bytes(4 * 9)
     for shared, why in (
         ("?", "its shared rows cannot be read"),
-        ("AAAA", "its shared rows cannot be read"),
+        ("AAAA", "expected shared rows of 44 bytes each, found 3 bytes"),
         (base64.b64encode(record).decode(), "numbers below 2, each once"),
         (base64.b64encode(bytes(2 * len(record))).decode(), "numbers below 2, each once"),
     ):

@@ -31,10 +31,10 @@ from trust import fuzz_targets as targets
 ROOT = Path(__file__).parents[2]
 
 FOLDERS = {
-    "dump-v1a": (targets.make_dump("v1a"), targets.read_dump),
-    "dump-v2": (targets.make_dump("v2"), targets.read_dump),
+    "dump-v1a": (targets.make_dump("v1a", targets.COUNTED), targets.read_dump(targets.COUNTED)),
+    "dump-v2": (targets.make_dump("v2", targets.COUNTED), targets.read_dump(targets.COUNTED)),
     "log": (targets.make_log, targets.read_log),
-    "served dump": (targets.make_dump("v1a"), targets.read_served),
+    "served dump": (targets.make_dump("v1a", targets.COUNTED), targets.read_served),
     "served base": (targets.make_base, targets.read_served),
     "sok": (targets.make_converted("sok"), targets.read_sok),
     "sok to dump": (targets.make_converted("sok"), targets.read_converted),
@@ -181,7 +181,7 @@ def test_a_store_writes_through_no_link(tmp_path, file):
 
 
 def test_an_upload_sends_no_file_that_a_link_leads_to(tmp_path):
-    targets.make_dump("v1a")(tmp_path / "d")
+    targets.make_dump("v1a", targets.COUNTED)(tmp_path / "d")
     (tmp_path / "secret").write_bytes(b"my secret")
     link = next((tmp_path / "d").rglob("user_values"))
     link.unlink()
@@ -301,7 +301,7 @@ def test_copies_and_spools_are_for_this_user_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "mkdtemp", watched)
     before = os.umask(0)
     try:
-        table = targets.a_table()
+        table = targets.a_table(targets.COUNTED)
         tables = {"m": {"user": table}}
         url = f"memory://{tmp_path.name}"
         embstore.dump(f"{url}/d", tables)
