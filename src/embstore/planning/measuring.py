@@ -28,9 +28,9 @@ OWN = ("step", "table", "id", "id_byte", "row", "row_byte")
 def measure(folder: str | os.PathLike[str] = ".", *, table_bytes: int = TABLE_BYTES) -> Machine:
     """Runs tables of several shapes on 1, 2 and 4 ranks, with files below `folder`.
 
-    Costs of work are CPU time, which other programs disturb little; the disk,
-    readers and threads are timed by the clock, so the machine should do nothing else. Takes a minute, and
-    1 GB of memory and of the disk.
+    Costs of work are CPU time, which other programs disturb little; the disk, readers, threads and waiting
+    are timed by the clock, so the machine should do nothing else. Takes a minute, and 1 GB of memory and of
+    the disk.
     """
     cores = len(os.sched_getaffinity(0))
     steps, process_bytes = _steps(cores, table_bytes)

@@ -152,9 +152,8 @@ class _Step:
         self.message_seconds = self.wait_seconds = self.network_seconds = self.network_bytes = 0.0
         self.sent_bytes = sent_bytes
         if several:
-            crowding = max(1.0, hosts.ranks / hosts.cores)  # more ranks than cores take turns
-            work = (work + sent + machine.exchange + tables * machine.sent_table) * crowding
-            self.message_seconds = EXCHANGES * (hosts.world - 1) * machine.message * crowding
+            work = (work + sent + machine.exchange + tables * machine.sent_table) * hosts.crowding
+            self.message_seconds = EXCHANGES * (hosts.world - 1) * machine.message * hosts.crowding
             self.wait_seconds = EXCHANGES * machine.wait + moved_bytes * machine.wait_byte
             outside = (hosts.world - hosts.ranks) / (hosts.world - 1)
             self.network_bytes = hosts.ranks * sent_bytes * outside
@@ -176,7 +175,6 @@ class _Files:
     def __init__(self, hosts: Hosts, machine: Machine, spare_bytes: float) -> None:
         self._hosts, self._machine = hosts, machine
         self._waiting_bytes = BACKGROUND * max(0.0, spare_bytes)
-        self._crowding = max(1.0, hosts.ranks / hosts.cores)  # more ranks than cores take turns
 
     def write_work(self, rows: float, size: float) -> float:
         return (rows * self._machine.dump_row + size * self._machine.dump_byte) / self._hosts.hosts
@@ -205,7 +203,7 @@ class _Files:
 
     def scanned(self, rows: float) -> float:
         """Each rank looks for changes in its tables, on one core."""
-        return rows / self._hosts.world * self._machine.scan_row * self._crowding
+        return rows / self._hosts.world * self._machine.scan_row * self._hosts.crowding
 
     def loaded(self, tables: Sequence[PlannedTable], rows: float, size: float) -> float:
         """The first rows of a table wait behind what is read ahead of each of its files."""
@@ -234,7 +232,7 @@ class _Files:
     def _started(self, tables: int, rounds: int) -> float:
         """The fixed work by the clock. Every wait doubles the number of ranks that a message has reached."""
         waits = rounds * math.log2(self._hosts.world)
-        return self.fixed(tables, rounds) * self._crowding + waits * self._machine.wait
+        return self.fixed(tables, rounds) * self._hosts.crowding + waits * self._machine.wait
 
     def _placed(self, work: float) -> float:
         """Work of a load of all ranks of a host. One thread of each reads while the others place rows."""

@@ -157,6 +157,11 @@ class Hosts:
         return self.hosts * self.ranks
 
     @property
+    def crowding(self) -> float:
+        """How much longer work takes because more ranks than cores take turns."""
+        return max(1.0, self.ranks / self.cores)
+
+    @property
     def threads(self) -> int:
         """Of a rank."""
         return max(1, self.cores // self.ranks)
