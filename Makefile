@@ -35,7 +35,7 @@ PIP_torchrec-needs := tensordict torchmetrics==1.0.3 pyre-extensions tqdm numpy
 PIP_torchrec := --no-deps torchrec==1.8.0
 PIP_build-tools := scikit-build-core>=0.11 nanobind>=2.7 ninja cmake>=3.19
 PIP_dev-tools := pytest pytest-timeout pytest-xdist hypothesis ruff mypy clang-format==23.1.3 build \
-  pandas xxhash httpx tensorboard s3fs moto[server]
+  pandas xxhash httpx tensorboard s3fs moto[server] atheris
 PIP_extras := typer rich matplotlib pyarrow safetensors redis hiredis \
   fastapi uvicorn prometheus-client swagger-ui-bundle fsspec
 PIP_docs := mkdocs>=1.6,<2 mkdocs-material>=9.5 mkdocstrings[python]>=0.26
@@ -208,7 +208,6 @@ sanitize-python: setup  ## tests of the Python extension under ASan + UBSan
 	  $(BIN)/python -m pytest -p trust.sanitized_core -o timeout=600 -q $(ASAN_TESTS)
 
 trust: setup  ## the long attacks; docs/reliability.md has the last results
-	@$(BIN)/pip install --quiet atheris
 	@$(BIN)/python -m trust.same_bits
 	@$(BIN)/python -m trust.ranks
 	@$(BIN)/python -m trust.network

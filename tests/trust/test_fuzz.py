@@ -92,3 +92,12 @@ def test_without_clang_the_readers_of_the_engine_are_skipped_by_name(monkeypatch
     monkeypatch.setenv("PATH", "")
     assert fuzz_core.main([]) == 0
     assert "clang++ is missing" in capsys.readouterr().out
+
+
+def test_inputs_that_reach_new_code_are_kept(tmp_path, monkeypatch):
+    """Each turn is a process of its own, which has to see the branches of embstore."""
+    monkeypatch.setattr(fuzz, "RAN", tmp_path / "ran.json")
+    monkeypatch.setattr(fuzz, "CORPUS", tmp_path / "corpus")
+    monkeypatch.setattr(fuzz, "FINDINGS", tmp_path / "fuzz")
+    assert "no finding" in fuzz.fuzz("http-body", seconds=2)
+    assert len(fuzz.kept("http-body")) > len(TARGETS["http-body"].seeds())
