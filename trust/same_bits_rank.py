@@ -164,7 +164,7 @@ class Sok:
         import sparse_operation_kit as sok
 
         self.sok = sok
-        sok.init(comm_tool="torch") if dist.get_world_size() > 1 else sok.init()
+        sok.init(comm_tool="torch" if dist.get_world_size() > 1 else "single", same_bits=True)
         self.variable = sok.DynamicVariable(dimension=DIM, initializer=str(START), var_type="hbm", name="t")
         kinds = tf_keras.optimizers.legacy
         plain = kinds.SGD(SGD_RATE) if way.rule == "sgd" else kinds.Adam(ADAM_RATE)

@@ -137,15 +137,19 @@ class _HorovodRanks(Ranks):
 
 
 _tool: Single | None = None
+_sums_duplicates = True
 
 
-def init(comm_tool: str | None = None, use_legacy_optimizer: bool = True) -> None:
+def init(comm_tool: str | None = None, use_legacy_optimizer: bool = True, same_bits: bool = False) -> None:
     """Chooses how the processes communicate; call it once, before variables and lookups.
 
     Args:
         comm_tool: "horovod" (after hvd.init()), "torch" (started by torchrun) or "single". None: horovod
             where it is initialised, torch where WORLD_SIZE is above 1, else single.
         use_legacy_optimizer: accepted for compatibility; optimizers of every Keras work.
+        same_bits: train the bits that one rank trains on the same global batch. Each rank then sends the
+            gradient of every key occurrence, and only the owner sums them, in the order of the batch; by
+            default a rank sums its own duplicates first, which sends less.
 
     Raises:
         ValueError: there is no such tool.
@@ -156,7 +160,9 @@ def init(comm_tool: str | None = None, use_legacy_optimizer: bool = True) -> Non
         >>> import sparse_operation_kit as sok
         >>> sok.init()
     """
+    global _sums_duplicates
     set_comm_tool(_detect() if comm_tool is None else comm_tool)
+    _sums_duplicates = not same_bits
     logging.getLogger("sparse_operation_kit").info("communication tool: %s", tool().name)
 
 
@@ -192,6 +198,11 @@ def set_comm_tool(comm_tool: str) -> None:
             )
         return
     _tool = {"horovod": Horovod, "torch": Torch, "single": Single}[comm_tool]()
+
+
+def sums_duplicates() -> bool:
+    """Whether this rank sums the gradients of its own duplicate keys before it sends them."""
+    return _sums_duplicates
 
 
 def tool() -> Single:

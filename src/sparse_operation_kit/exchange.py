@@ -165,7 +165,7 @@ def rows_of_both_kinds(
     return [rows[i] if i in rows else gather(v, k) for i, (v, k) in enumerate(zip(variables, keys))]
 
 
-def distinct_rows(
+def rows_of_all_ranks(
     variables: Sequence[Any],
     keys: Sequence[tf.Tensor],
     weighted: Sequence[tuple[tf.Tensor, tf.Tensor]],
@@ -173,7 +173,7 @@ def distinct_rows(
     training: bool,
     low_frequency_filter: bool,
 ) -> list[tf.Tensor]:
-    """The rows of distinct keys, from whichever rank has them. A collective.
+    """The row of each key, from whichever rank has it. A collective.
 
     weighted   for each request with weights the samples of its keys and of its weights, to be compared
     """

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from sparse_operation_kit import bridge
 from sparse_operation_kit.bridge import unconverted
-from sparse_operation_kit.communication import tool, tool_or_single
+from sparse_operation_kit.communication import sums_duplicates, tool, tool_or_single
 from sparse_operation_kit.dynamic import DynamicVariable
-from sparse_operation_kit.exchange import check_weights, distinct_rows, owners, rows_of_both_kinds
+from sparse_operation_kit.exchange import check_weights, owners, rows_of_all_ranks, rows_of_both_kinds
 from sparse_operation_kit.keras_steps import require_trained
 from sparse_operation_kit.keys import as_keys
 from sparse_operation_kit.rows import pool_rows, read_and_evict
@@ -291,9 +291,11 @@ def _rows(
             joined = _checked(joined, weighted)
         found, whole = _local_rows(merged, joined, training, low_frequency_filter), [None] * len(merged)
     else:
-        distinct, whole = zip(*(tf.unique(k, tf.int64) for k in joined))
-        found = distinct_rows(
-            merged, distinct, weighted, training=training, low_frequency_filter=low_frequency_filter
+        whole = [None] * len(merged)
+        if sums_duplicates():
+            joined, whole = zip(*(tf.unique(k, tf.int64) for k in joined))
+        found = rows_of_all_ranks(
+            merged, joined, weighted, training=training, low_frequency_filter=low_frequency_filter
         )
     rows: list[Any] = [None] * len(variables)
     for request, row, place in zip(requests, found, whole):

@@ -442,6 +442,9 @@ def main():
     if what == "train":
         for scenario in (shapes, lookups, sessions, collectives, failures):
             scenario(t.rank, t.size)
+        sok.init(tool, same_bits=True)
+        lookups(t.rank, t.size)
+        sok.init(tool)
         for name in OPTIMIZERS:
             for kind in FOUR[:3] if name == "adam" else ("distributed", "hybrid"):
                 train_one(name, kind, t.rank, t.size, directory)
