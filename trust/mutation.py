@@ -58,7 +58,7 @@ CPP = {
     "reduce": ("gradient.cpp", "grouping.cpp", "segment_sum.inc"),
     "store": ("store.cpp", "tiered_store.cpp", "ssd_store.cpp", "ssd_segments.cpp", "ssd_files.cpp")
     + ("ssd_compaction.cpp", "ssd_index.cpp", "ssd_checkpoint.cpp", "lower_tier.cpp", "table_store.cpp"),
-    "format": ("checksum.cpp", "snapshot.cpp", "change_snapshot.cpp"),
+    "format": ("checksum.cpp", "snapshot.cpp", "snapshot_below.cpp", "change_snapshot.cpp"),
 }
 PYTHON = {"format": ("src/embstore/formats", "src/embstore/checkpoint")}
 # What needs a server, object storage or torch.distributed has tests of its own kind.

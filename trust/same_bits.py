@@ -1,4 +1,4 @@
-"""The same bits: trains the same batches in every way there is and prints a hash of the rows for each.
+"""The same bits: trains the same batches in every way there is and prints hashes of scores and rows for each.
 
     python -m trust.same_bits              every way
     python -m trust.same_bits --short      a few of them, as `make test` runs
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
                     way = Way(**line["way"])  # type: ignore[arg-type]
                     how = f"{way.face:<21}{way.ranks} ranks  {way.threads} threads  {way.kernels:<7}"
                     how += f"{'restart' if way.restart else 'one go':<8}{way.below:<7}{way.rule:<5}"
-                    print(how + str(line["rows"]), flush=True)
+                    print(f"{how}{line['scores'] or '-':<18}{line['rows']}", flush=True)
                     for part in ("rows", "scores"):
                         if line[part]:
                             of = way.must_equal if part == "rows" else f"{way.must_equal} of {way.face}"

@@ -45,6 +45,7 @@ from embstore.checkpoint.log_entries import (
     facts_of,
     identities,
     identity,
+    last_of,
     ownership_in,
     place_of,
     steady,
@@ -180,7 +181,7 @@ class IncrementLog:
     def last(self) -> int:
         """The number of the newest entry."""
         self.refresh()
-        return _last(self.entries())
+        return last_of(self.entries())
 
     # ---- the trainer
 
@@ -329,7 +330,7 @@ class IncrementLog:
 
     def _successor(self, entries: Entries) -> Place:
         self._newest_base(entries)
-        number = _last(entries)
+        number = last_of(entries)
         kind = "increment" if number in entries["increment"] else "base"
         last = Dump(entries[kind][number])
         facts = facts_of(last, number)
@@ -384,7 +385,9 @@ class IncrementLog:
         ranks.agree(self.refresh)
 
         def build() -> tuple[Replacement, int, frozenset[str]]:
-            first, last = ranks.lead(lambda: steady(self.entries, self._span))
+            first, last = ranks.lead(
+                lambda: steady(self.entries, lambda e: (self._newest_base(e), last_of(e)))
+            )
             chain: list[Dump] = []
 
             def open_all() -> None:
@@ -404,9 +407,6 @@ class IncrementLog:
             ranks.agree(lambda: track(tables))
             self._is_writer = True
         return self.applied
-
-    def _span(self, entries: Entries) -> tuple[int, int]:
-        return self._newest_base(entries), _last(entries)
 
     def follow(self, tables: Tables, *, group: Any = None) -> list[int]:
         """Applies the increments that are new; returns their numbers.
@@ -435,7 +435,7 @@ class IncrementLog:
 
     def _news(self, entries: Entries) -> list[int] | None:
         """The numbers to apply, or None when the tables have to be loaded from the base."""
-        last = _last(entries)
+        last = last_of(entries)
         if self.applied > last:
             raise CheckpointError(
                 f"{self.path}: tables are at number {self.applied} but the log is at: {last}"
@@ -487,7 +487,7 @@ class IncrementLog:
             old += [path for number, path in sorted(entries["increment"].items()) if number <= kept]
             for path in old:
                 remove_published(path)
-        last = _last(entries)
+        last = last_of(entries)
         for draft in drafts_in(self.path):
             place = place_of(draft.name[1:].split(".partial-")[0])
             # The next increment may be on its way, from a machine whose locks are not seen here.
@@ -499,7 +499,3 @@ class IncrementLog:
         """Reads everything that counts; returns how many bytes were right."""
         self.refresh()
         return steady(self.entries, lambda entries: sum(dump.verify() for dump in self._chain(entries)))
-
-
-def _last(entries: Entries) -> int:
-    return max([*entries["base"], *entries["increment"]], default=-1)

@@ -34,6 +34,11 @@ def entries_in(path: Path) -> Entries:
     return found
 
 
+def last_of(entries: Entries) -> int:
+    """The number of the newest entry, -1 where there is none."""
+    return max([*entries["base"], *entries["increment"]], default=-1)
+
+
 def steady(list_entries: Callable[[], Entries], work: Callable[[Entries], T]) -> T:
     """What `work` makes of the entries of a log. Entries may come and go meanwhile.
 
