@@ -235,9 +235,23 @@ def test_a_load_takes_what_the_slower_of_cores_and_disk_takes():
     assert crowded.load_seconds == pytest.approx(SIZE * 1e-8 / 2 + min(SIZE, 4 * ahead) / 1e10)
 
 
+def test_rows_of_files_are_more_work_where_ranks_outnumber_cores():
+    def work(ranks, cores, crowded):
+        machine = only(dump_byte=1e-8, load_byte=1e-8, crowded=crowded)
+        given = hosts(ranks=ranks, cores=cores, write_bytes_per_second=1e15, read_bytes_per_second=1e15)
+        made = plan(workload(), given, machine)
+        return made.dump_work_seconds, made.load_work_seconds, made.dump_seconds
+
+    plain = work(4, 2, 0.0)
+    for ranks, cores, factor in ((4, 2, 1.25), (6, 2, 1.5), (2, 2, 1.0), (1, 2, 1.0)):
+        expected = work(ranks, cores, 0.0)
+        assert work(ranks, cores, 0.25) == pytest.approx([factor * seconds for seconds in expected])
+        assert expected[:2] == pytest.approx(plain[:2])
+
+
 def test_a_file_of_an_earlier_version_is_read(tmp_path):
     later = {"scan_row", "publish_table", "file", "reading", "follow", "follow_table"}
-    later |= {"wait", "wait_byte", "round", "round_table"}
+    later |= {"wait", "wait_byte", "round", "round_table", "crowded"}
     values = {name: value for name, value in dataclasses.asdict(REFERENCE).items() if name not in later}
     (tmp_path / "machine.json").write_text(json.dumps(values))
     read = Machine.read(tmp_path / "machine.json")

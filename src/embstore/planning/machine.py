@@ -35,6 +35,8 @@ class Machine:
     dump_row, dump_byte, load_row, load_byte
                         a row of a dump that is written or loaded, and a byte of it
     reading             share of the work of a load that one thread does while another places rows
+    crowded             share by which rows of dumps and loads become more work where ranks are twice as many
+                        as cores, and again for each further time
     follow, follow_table, follow_row, follow_byte
                         an increment that a reader follows, each of its tables, each row, a byte of it
     """
@@ -73,6 +75,7 @@ class Machine:
     wait_byte: float = 0.0
     round: float = 0.0
     round_table: float = 0.0
+    crowded: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -22,6 +22,7 @@ from embstore.planning.workload import PlannedTable, planned_table
 TABLE_BYTES = 192 << 20  # of the rows of a table: more than a cache holds
 BATCH, SMALL = 65536, 512
 SMALL_ROUNDS = 5  # of file work with hardly any rows
+CROWD = 4  # ranks: more than this machine's cores, if it is a small one
 OWN = ("step", "table", "id", "id_byte", "row", "row_byte")
 
 
@@ -116,9 +117,9 @@ def _exchange(steps: dict[str, float], table_bytes: int, cores: int) -> dict[str
         Run(tables=[narrow], batch=BATCH),
         Run(tables=[wide], batch=BATCH),
     ]
-    two, [four] = run(2, runs), run(4, runs[:1])
+    two, [four] = run(2, runs), run(CROWD, runs[:1])
     counts, seconds, waits = [], [], []
-    for order, observed, world in zip([*runs, runs[0]], [*two, four], [2, 2, 2, 2, 4], strict=True):
+    for order, observed, world in zip([*runs, runs[0]], [*two, four], [2, 2, 2, 2, CROWD], strict=True):
         own = sum(steps[name] * count for name, count in zip(OWN, _own(order), strict=True))
         moved = order.batch * 8 + 2 * _own(order)[OWN.index("id_byte")]
         counts.append([1.0, len(order.tables), EXCHANGES * (world - 1), order.batch, moved])
@@ -140,17 +141,11 @@ def _files(folder: str, table_bytes: int) -> dict[str, float]:
     tiny = [
         Run(tables=tables, batch=SMALL, steps=1, folder=folder, file_rounds=SMALL_ROUNDS) for tables in small
     ]
-    found = run(
-        1,
-        [
-            *(
-                Run(tables=[table], batch=batch, steps=3, folder=folder)
-                for table, (_, _, batch) in zip(large, shapes, strict=True)
-            ),
-            Run(tables=large[:1], batch=SMALL, steps=1, folder=folder),
-            *tiny,
-        ],
-    )
+    large_runs = [
+        Run(tables=[table], batch=batch, steps=3, folder=folder)
+        for table, (_, _, batch) in zip(large, shapes, strict=True)
+    ]
+    found = run(1, [*large_runs, Run(tables=large[:1], batch=SMALL, steps=1, folder=folder), *tiny])
     whole, scanned, few = found[: len(large)], found[len(large)], found[len(large) + 1 :]
     rows = [[table.rows, table.rows * table.dumped_bytes] for table in large]
     published = [[1, len(tables)] for tables in small]
@@ -170,11 +165,15 @@ def _files(folder: str, table_bytes: int) -> dict[str, float]:
     costs: dict[str, float] = {}
     for names, (counts, took) in seconds.items():
         costs |= dict(zip(names, fitted(counts, took).tolist(), strict=True))
+    one, _, several = tiny
+    [two, two_several], [four, *crowd] = run(2, [one, several]), run(CROWD, [one, *large_runs])
+    added = [(two, few[0], 1, one), (two_several, few[2], 1, several), (four, few[0], CROWD - 1, one)]
     scan = (scanned.append_cpu_seconds - few[0].append_cpu_seconds) / large[0].rows
     reading = [seen.load_reading_cpu_seconds / seen.load_cpu_seconds for seen in whole]
     return {
         **costs,
-        **_rounds(few[0], few[2], tiny[0], tiny[2]),
+        **_rounds(added),
+        "crowded": _crowded(whole, few[0], crowd, four),
         "scan_row": max(0.0, scan),
         "reading": min(1.0, max(0.0, float(np.median(reading)))),
         "file": float(np.median([seen.file_seconds for seen in found])),
@@ -183,15 +182,30 @@ def _files(folder: str, table_bytes: int) -> dict[str, float]:
     }
 
 
-def _rounds(alone: Observed, alone_several: Observed, one: Run, several: Run) -> dict[str, float]:
-    """What ranks add to dumps, increments and loads of hardly any rows: of one table, and of several."""
-    two, two_several = run(2, [one, several])
-    [four] = run(4, [one])
+def _rounds(runs: Sequence[tuple[Observed, Observed, int, Run]]) -> dict[str, float]:
+    """What ranks add to dumps, increments and loads of hardly any rows.
+
+    runs   what ranks saw, what one rank saw, how many more ranks there were, and what they ran
+    """
     counts, seconds = [], []
-    runs = [(two, alone, 1, one), (two_several, alone_several, 1, several), (four, alone, 3, one)]
     for seen, before, others, order in runs:
         for rounds, name in ((DUMP_ROUNDS, "dump"), (APPEND_ROUNDS, "append"), (LOAD_ROUNDS, "load")):
             counts.append([rounds * others, len(order.tables)])
             took = f"{name}_cpu_seconds"
             seconds.append(max(getattr(seen, took) - getattr(before, took), 1e-9))
     return dict(zip(("round", "round_table"), fitted(counts, seconds).tolist(), strict=True))
+
+
+def _crowded(
+    alone: Sequence[Observed], alone_empty: Observed, crowd: Sequence[Observed], crowd_empty: Observed
+) -> float:
+    """The share by which rows of dumps and loads become more work where ranks are twice as many as cores."""
+    beyond = CROWD / len(os.sched_getaffinity(0)) - 1
+    if beyond <= 0:
+        return 0.0
+    ratios = []
+    for name in ("dump_cpu_seconds", "load_cpu_seconds"):
+        for one, many in zip(alone, crowd, strict=True):
+            rows = getattr(one, name) - getattr(alone_empty, name)
+            ratios.append(CROWD * (getattr(many, name) - getattr(crowd_empty, name)) / max(rows, 1e-9))
+    return max(0.0, float(np.median(ratios)) - 1) / beyond

@@ -177,10 +177,16 @@ class _Files:
         self._waiting_bytes = BACKGROUND * max(0.0, spare_bytes)
 
     def write_work(self, rows: float, size: float) -> float:
-        return (rows * self._machine.dump_row + size * self._machine.dump_byte) / self._hosts.hosts
+        m = self._machine
+        return (rows * m.dump_row + size * m.dump_byte) * self._crowded() / self._hosts.hosts
 
     def load_work(self, rows: float, size: float) -> float:
-        return (rows * self._machine.load_row + size * self._machine.load_byte) / self._hosts.hosts
+        m = self._machine
+        return (rows * m.load_row + size * m.load_byte) * self._crowded() / self._hosts.hosts
+
+    def _crowded(self) -> float:
+        """How much more work rows are where ranks take turns: none finds its caches as it left them."""
+        return 1 + (self._hosts.crowding - 1) * self._machine.crowded
 
     def fixed(self, tables: int, rounds: int) -> float:
         """Work of each rank, whatever the number of rows; each round is a message to every other rank."""
@@ -220,7 +226,7 @@ class _Files:
         """Every rank reads the whole dump and keeps its own rows; a host reads it from the disk once."""
         m, hosts = self._machine, self._hosts
         own = (rows * m.load_row) / hosts.world + size * m.load_byte
-        cores, disk = self._placed(own * hosts.ranks), size / hosts.read_bytes_per_second
+        cores, disk = self._placed(own * hosts.ranks * self._crowded()), size / hosts.read_bytes_per_second
         return self._started(tables, LOAD_ROUNDS) + max(cores, disk)
 
     def followed(self, tables: int, rows: float, size: float) -> float:
