@@ -119,8 +119,12 @@ def fuzz_here(name: str, corpus: Path, seconds: int) -> None:
     sys.meta_path.insert(0, PathFinder)
     with atheris.instrument_imports(include=["embstore"]):
         from trust.fuzz_targets import TARGETS
-    target = TARGETS[name]
-    for data in [*target.seeds(), *kept(name)]:
+
+        target = TARGETS[name]
+        for data in target.seeds():
+            target.try_input(data)  # some modules are imported when they are first needed
+            (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
+    for data in kept(name):
         (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
     flags = [f"-max_total_time={seconds}", f"-timeout={STUCK_SECONDS}", f"-rss_limit_mb={MEMORY_MB}"]
     flags += [f"-max_len={MOST_BYTES}", f"-artifact_prefix={FINDINGS}/{name}-", "-print_final_stats=1"]
