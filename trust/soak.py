@@ -5,8 +5,9 @@
 
 A trainer sees zipf ids and ids that never came before, in a table that is full. Every second it appends an
 increment, every 10 s it compacts the log, every 15 s a dump replaces the one before it. Another process reads
-and follows the log. The memory of both, the disk, and the time of a step and of a lookup are noted all the
-time: none of them may grow. Times are those of the CPU, so that other programs hardly disturb them.
+and follows the log. The most memory of both and the most disk that a period saw, and the median time of a
+step and of a lookup in it, may not grow from period to period. Times are CPU time, so that other programs
+hardly disturb them.
 """
 
 from __future__ import annotations
@@ -64,17 +65,18 @@ def serve(log: Path, folder: Path, keys: int, seconds: float) -> None:
         reader.start(0.05)
         print(json.dumps({"ready": True}), flush=True)
         while not ended.is_set():
-            times, end = [], time.monotonic() + seconds
+            times, memory, end = [], 0, time.monotonic() + seconds
             while time.monotonic() < end and not ended.is_set():
                 ids = rng.integers(0, 2 * keys, IDS)
                 start = time.thread_time()
                 reader.find("t", ids)
                 times.append(time.thread_time() - start)
+                memory = max(memory, resident_bytes())
                 time.sleep(0.002)
             if reader.error is not None:
                 raise reader.error
             sample = {
-                "bytes": resident_bytes(),
+                "bytes": memory,
                 "seconds": statistics.median(times),
                 "age": reader.age_seconds,
             }
@@ -108,12 +110,16 @@ class Trainer:
         self.counts["steps"] += 1
         return seconds
 
-    def chores(self) -> None:
+    def chores(self) -> bool:
+        """Does what is due; returns whether anything was."""
+        done = False
         for name, every in (("append", APPEND_SECONDS), ("compact", COMPACT_SECONDS), ("dump", DUMP_SECONDS)):
             if time.monotonic() >= self._due[name]:
                 getattr(self, name)()
                 self.counts[name] += 1
                 self._due[name] = time.monotonic() + every
+                done = True
+        return done
 
     def append(self) -> None:
         self.log.append(self._tables)
@@ -166,15 +172,18 @@ def soak(minutes: float, keys: int, folder: Path, pace: float) -> dict[str, list
         print(f"{'minute':>8}" + "".join(f"{name:>14}" for name in series), flush=True)
         begin = time.monotonic()
         while (now := time.monotonic()) < begin + 60 * minutes:
-            steps = []
+            # Both swing with dumps and compactions: a value at a moment would depend on which came last.
+            steps, memory, disk = [], 0, 0
             while time.monotonic() < now + every:
                 steps.append(trainer.step())
-                trainer.chores()
+                if trainer.chores() or not disk:
+                    disk = max(disk, disk_bytes(folder))
+                memory = max(memory, resident_bytes())
                 time.sleep(pace)
             if reader.poll() is not None:
                 raise RuntimeError(f"the reader ended with code {reader.returncode}")
-            series["trainer MB"].append(resident_bytes() / 1e6)
-            series["disk MB"].append(disk_bytes(folder) / 1e6)
+            series["trainer MB"].append(memory / 1e6)
+            series["disk MB"].append(disk / 1e6)
             series["step ms"].append(1e3 * statistics.median(steps))
             line = "".join(f"{values[-1]:>14.2f}" for values in series.values())
             print(f"{(time.monotonic() - begin) / 60:>8.2f}{line}", flush=True)
