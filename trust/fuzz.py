@@ -21,6 +21,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -81,11 +82,12 @@ def alone() -> Iterator[None]:
         yield
 
 
-def count(name: str, seconds: float, inputs: int, finding: str | None) -> None:
-    """Adds a turn of a target."""
+def count(name: str, seconds: float, inputs: int, finding: str | None, branches: list[int]) -> None:
+    """Adds a turn of a target, which reached so many branches with the kept inputs and at its end."""
     with alone():
         every = ran()
         own = every.setdefault(name, {"seconds": 0, "inputs": 0, "findings": []})
+        own["branches"] = branches
         own["seconds"] += round(seconds)
         own["inputs"] += inputs
         own["findings"] += [finding] if finding else []
@@ -96,10 +98,13 @@ def count(name: str, seconds: float, inputs: int, finding: str | None) -> None:
 
 def told() -> str:
     """A table of what has run."""
-    lines = [f"{TOLD} CPU seconds | inputs | findings |", "|---|---|---|---|"]
+    columns = "CPU seconds | inputs | branches | new in the last turn | findings |"
+    lines = [f"{TOLD} {columns}", "|---|---|---|---|---|---|"]
     for name, own in ran().items():
         findings = ", ".join(own["findings"]) or "none"
-        lines.append(f"| {name} | {own['seconds']:,} | {own['inputs']:,} | {findings} |")
+        before, after = own["branches"]
+        counts = " | ".join(f"{n:,}" for n in (own["seconds"], own["inputs"], after, after - before))
+        lines.append(f"| {name} | {counts} | {findings} |")
     return "\n".join(lines)
 
 
@@ -157,7 +162,8 @@ def fuzz(name: str, seconds: int) -> str:
         text = log.read()
     counts = [line.split()[-1] for line in text.splitlines() if "number_of_executed_units" in line]
     inputs = int(counts[-1]) if counts else 0
-    if inputs and " cov: " not in text:
+    branches = [int(found) for found in re.findall(r" cov: (\d+)", text[text.find("INITED") :])]
+    if inputs and not branches:
         raise RuntimeError(f"nothing guides the inputs of {name}, since no branch is seen: {log.name}")
     keep(name, [path.read_bytes() for path in folder.iterdir()])
     finding = None
@@ -165,7 +171,7 @@ def fuzz(name: str, seconds: int) -> str:
         new = sorted({path.name for path in FINDINGS.glob(f"{name}-*")} - known)
         finding = " ".join(new) or f"exit code {process.returncode}"
     cpu_seconds = used.ru_utime + used.ru_stime
-    count(name, cpu_seconds, inputs, finding)
+    count(name, cpu_seconds, inputs, finding, [branches[0], branches[-1]] if branches else [0, 0])
     end = f"FINDING {finding}: see {FINDINGS / name}.log" if finding else "no finding"
     return f"{name:<24}{inputs:,} inputs in {cpu_seconds:.0f} s of CPU time, {end}"
 

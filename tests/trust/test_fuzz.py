@@ -25,14 +25,14 @@ def test_the_documentation_tells_what_has_run_of_every_target():
 
 def test_turns_add_up(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "RAN", tmp_path / "ran.json")
-    fuzz.count("urls", 12.6, 1000, None)
-    fuzz.count("urls", 7.2, 50, "urls-crash-1")
-    fuzz.count("log", 1.0, 3, None)
+    fuzz.count("urls", 12.6, 1000, None, [10, 1234])
+    fuzz.count("urls", 7.2, 50, "urls-crash-1", [1230, 1240])
+    fuzz.count("log", 1.0, 3, None, [7, 7])
     assert fuzz.ran() == {
-        "log": {"seconds": 1, "inputs": 3, "findings": []},
-        "urls": {"seconds": 20, "inputs": 1050, "findings": ["urls-crash-1"]},
+        "log": {"seconds": 1, "inputs": 3, "findings": [], "branches": [7, 7]},
+        "urls": {"seconds": 20, "inputs": 1050, "findings": ["urls-crash-1"], "branches": [1230, 1240]},
     }
-    assert "| urls | 20 | 1,050 | urls-crash-1 |" in fuzz.told()
+    assert "| urls | 20 | 1,050 | 1,240 | 10 | urls-crash-1 |" in fuzz.told()
 
 
 def test_turns_of_programs_side_by_side_are_all_counted(tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_turns_of_programs_side_by_side_are_all_counted(tmp_path, monkeypatch):
 
     def turns() -> None:
         for _ in range(40):
-            fuzz.count("urls", 1.0, 10, None)
+            fuzz.count("urls", 1.0, 10, None, [1, 2])
 
     programs = [multiprocessing.get_context("fork").Process(target=turns) for _ in range(4)]
     for program in programs:
@@ -49,7 +49,7 @@ def test_turns_of_programs_side_by_side_are_all_counted(tmp_path, monkeypatch):
     for program in programs:
         program.join(60)
     assert [program.exitcode for program in programs] == [0, 0, 0, 0]
-    assert fuzz.ran() == {"urls": {"seconds": 160, "inputs": 1600, "findings": []}}
+    assert fuzz.ran() == {"urls": {"seconds": 160, "inputs": 1600, "findings": [], "branches": [1, 2]}}
 
 
 def test_a_corpus_keeps_the_smallest_inputs_and_stays_small(tmp_path, monkeypatch):
