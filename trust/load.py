@@ -43,6 +43,7 @@ from embstore.serving import Reader
 ROOT = Path(__file__).parents[1]
 DIM, BATCH, ROUNDS = 8, 65536, 24
 SMALLEST = 1_000_000
+ENOUGH = 20_000_000  # keys: the CPU time of fewer cannot be split well, since the kernel samples who has the CPU
 EVICTED_SHARE = 0.25  # of the keys, for the steady state: more than all queues of victims hold
 MOST = 1.5
 WAITS_FOR_MEMORY = ("look up", "first evictions", "evict", "serve")
@@ -84,17 +85,23 @@ class Split:
 
     def __init__(self) -> None:
         self.own = self.kernel = 0.0
+        self.keys = 0
 
-    def add(self, work: Callable[[], Any]) -> None:
+    def add(self, work: Callable[[], Any], keys: int) -> None:
+        self.keys += keys
         before = resource.getrusage(resource.RUSAGE_SELF)
         work()
         after = resource.getrusage(resource.RUSAGE_SELF)
         self.own += after.ru_utime - before.ru_utime
         self.kernel += after.ru_stime - before.ru_stime
 
-    def store(self, found: dict[str, float], name: str, keys: int) -> None:
+    def store(self, found: dict[str, float], name: str) -> None:
         """As nanoseconds a key."""
-        found[name], found[KERNEL(name)] = 1e9 * self.own / keys, 1e9 * self.kernel / keys
+        found[name], found[KERNEL(name)] = (1e9 * part / self.keys for part in (self.own, self.kernel))
+
+
+def an_empty_table(keys: int) -> embstore.Table:
+    return embstore.Table("t", dim=DIM, init_capacity=1 << 14, max_capacity=keys, score_strategy="step")
 
 
 def costs(keys: int, folder: Path) -> dict[str, float]:
@@ -102,11 +109,12 @@ def costs(keys: int, folder: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     rng = np.random.default_rng(keys)
     found["plain reads"] = plain_reads(keys, rng)
-    table = embstore.Table("t", dim=DIM, init_capacity=1 << 14, max_capacity=keys, score_strategy="step")
-    build = Split()
-    for block in blocks(0, keys):
-        build.add(lambda b=block: table.find_or_insert(b))
-    build.store(found, "build", keys)
+    rounds, build = -(-ENOUGH // keys), Split()
+    for _ in range(rounds):
+        table = an_empty_table(keys)
+        for block in blocks(0, keys):
+            build.add(lambda b=block, t=table: t.find_or_insert(b), len(block))
+    build.store(found, "build")
     wanted = [keys_of(rng.integers(0, keys, BATCH)) for _ in range(ROUNDS)]
     found["look up"] = per_key(table.find, wanted)
     stats = table.stats()
@@ -120,19 +128,21 @@ def costs(keys: int, folder: Path) -> dict[str, float]:
     found["evict"] = 1e9 * seconds / int(EVICTED_SHARE * keys)
     if not table.stats().evictions:
         raise RuntimeError(f"a table of {keys} keys should be full but evicts nothing")
-    path, tables = folder / "dump", {"model": {"t": table}}
-    size = len(table)
+    path, size = folder / "dump", len(table)
     dump = Split()
-    dump.add(lambda: embstore.dump(path, tables))
-    dump.store(found, "dump", size)
+    for _ in range(rounds):
+        shutil.rmtree(path, ignore_errors=True)
+        dump.add(lambda: embstore.dump(path, {"model": {"t": table}}), size)
+    dump.store(found, "dump")
     sample = [keys_of(rng.integers(0, keys, BATCH)) for _ in range(ROUNDS)]  # some of them are evicted
     expected = table.find(sample[0])
     table.close()
     gc.collect()
-    again = embstore.Table("t", dim=DIM, init_capacity=1 << 14, max_capacity=keys, score_strategy="step")
     load = Split()
-    load.add(lambda: embstore.load(path, {"model": {"t": again}}))
-    load.store(found, "load", size)
+    for _ in range(rounds):
+        again = an_empty_table(keys)
+        load.add(lambda t=again: embstore.load(path, {"model": {"t": t}}), size)
+    load.store(found, "load")
     same(again.find(sample[0]), expected)
     again.close()
     gc.collect()

@@ -23,6 +23,7 @@ def one_thread():
 def test_a_table_is_built_read_filled_dumped_loaded_and_served_at_any_size(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "BATCH", 1023)
     monkeypatch.setattr(load, "ROUNDS", 7)
+    monkeypatch.setattr(load, "ENOUGH", 20_000)
     for keys in (5003, 70_001):
         found = load.costs(keys, tmp_path)
         kernel = {name: found.pop(load.KERNEL(name)) for name in load.TAKES_MEMORY}
