@@ -64,6 +64,7 @@ PYTHON = {"format": ("src/embstore/formats", "src/embstore/checkpoint")}
 # What needs a server, object storage or torch.distributed has tests of its own kind.
 NOT_HERE = ("remote.py", "torch_checkpoint.py", "host_cache.py", "advising.py")
 PYTHON_TESTS = ["tests/checkpoint", "tests/serving/test_reader.py", "tests/native/test_budgets.py"]
+PYTHON_TESTS += ["tests/trust/test_forged_files.py"]
 PYTHON_TESTS += [f"tests/faces/dynamicemb/test_{name}.py" for name in ("layout_v2", "tables_v2")]
 CPP_TESTS = ["tests/native", "tests/stores", "tests/slot_map", "tests/checkpoint/test_dump_and_load.py"]
 

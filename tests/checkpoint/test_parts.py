@@ -86,6 +86,8 @@ def test_reads_that_follow_each_other_share_a_descriptor(stored, kernel_reads_ah
     np.testing.assert_array_equal(np.concatenate(blocks), array)
     assert len(opened) == 1 and len(os.listdir("/proc/self/fd")) == before
     assert bool(told) != kernel_reads_ahead
+    file.read(0, 1)  # of no block any more
+    assert len(opened) == 2 and len(os.listdir("/proc/self/fd")) == before
     file.path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="bytes too early"), file.kept_open():
         file.read(0, 1)
