@@ -122,9 +122,7 @@ def changes(size, header=(2,), parts=b"", form=0x5CE8):
         changes(2048, parts=b"x" * 66),
         changes(2000),
         changes(2048, parts=struct.pack("<I", 32) + bytes(64)),
-        struct.pack(
-            "<HHQH", 0x5CE8, 1, 2048, 34
-        ),  # ends before its header of 34 words, by the size of a part
+        changes(2048)[:12] + struct.pack("<H", 34),  # ends in its header, by the size of a part
     ],
     ids=range(7),
 )
