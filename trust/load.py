@@ -108,15 +108,13 @@ def costs(keys: int, folder: Path) -> dict[str, float]:
     """Nanoseconds of CPU a key."""
     found: dict[str, float] = {}
     rng = np.random.default_rng(keys)
-    found["plain reads"] = plain_reads(keys, rng)
     rounds, build = -(-ENOUGH // keys), Split()
     for _ in range(rounds):
         table = an_empty_table(keys)
         for block in blocks(0, keys):
             build.add(lambda b=block, t=table: t.find_or_insert(b), len(block))
     build.store(found, "build")
-    wanted = [keys_of(rng.integers(0, keys, BATCH)) for _ in range(ROUNDS)]
-    found["look up"] = per_key(table.find, wanted)
+    found["look up"], found["plain reads"] = beside_plain_reads(table.find, keys, rng)
     stats = table.stats()
     found["bytes"] = stats.bytes / max(stats.size, 1)
     new = list(blocks(keys, keys + BATCH * ROUNDS))
@@ -135,8 +133,8 @@ def costs(keys: int, folder: Path) -> dict[str, float]:
         shutil.rmtree(path)
         dump.add(lambda: embstore.dump(path, {"model": {"t": table}}), size)
     dump.store(found, "dump")
-    sample = [keys_of(rng.integers(0, keys, BATCH)) for _ in range(ROUNDS)]  # some of them are evicted
-    expected = table.find(sample[0])
+    sample = keys_of(rng.integers(0, keys, BATCH))  # some of them are evicted
+    expected = table.find(sample)
     table.close()
     gc.collect()
     load = Split()
@@ -144,20 +142,31 @@ def costs(keys: int, folder: Path) -> dict[str, float]:
         again = an_empty_table(keys)
         load.add(lambda t=again: embstore.load(path, {"model": {"t": t}}), size)
     load.store(found, "load")
-    same(again.find(sample[0]), expected)
+    same(again.find(sample), expected)
     again.close()
     gc.collect()
     with Reader(path, cache=folder / "cache") as reader:
-        same(reader.find("t", sample[0]), expected)
-        found["serve"] = per_key(lambda b: reader.find("t", b), sample)
+        same(reader.find("t", sample), expected)
+        found["serve"], _ = beside_plain_reads(lambda b: reader.find("t", b), keys, rng)
     shutil.rmtree(path)
     shutil.rmtree(folder / "cache")
     return found
 
 
-def plain_reads(keys: int, rng: np.random.Generator) -> float:
+def beside_plain_reads(
+    find: Callable[[np.ndarray], Any], keys: int, rng: np.random.Generator
+) -> tuple[float, float]:
+    """Nanoseconds a key of `find`, and of numpy for as many rows, batch by batch after a round for warmth."""
     rows = np.ones((keys, DIM), np.float32)
-    return per_key(lambda n: rows.take(n, axis=0), [rng.integers(0, keys, BATCH) for _ in range(ROUNDS)])
+    for _ in range(2):
+        numbers = [rng.integers(0, keys, BATCH) for _ in range(ROUNDS)]
+        batches = [keys_of(n) for n in numbers]
+        took: tuple[list[float], list[float]] = [], []
+        for batch, number in zip(batches, numbers, strict=True):
+            took[0].append(cpu_seconds(lambda b=batch: find(b)))
+            took[1].append(cpu_seconds(lambda n=number: rows.take(n, axis=0)))
+    found, plain = (1e9 * statistics.median(seconds) / BATCH for seconds in took)
+    return found, plain
 
 
 def same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
