@@ -294,6 +294,17 @@ TEST(Gradients of all occurrences of a key reach a row that is below) {
   CHECK_EQ(cache.ValueOf(8), 1.0f - 0.125f);
 }
 
+TEST(A row that comes up into a new table keeps its score, where rows expire) {
+  Cache cache(ScoreStrategy::kStep, /*ttl=*/100);
+  const int64_t key = 7;
+  const uint64_t score = 50;
+  cache.store->Put({&key, 1}, std::vector<std::byte>(kDim * 4).data(), &score);
+  cache.table->Prefetch({&key, 1});
+  CHECK(cache.IsResident(key));
+  CHECK_EQ(cache.ScoreOf(key), score);
+  cache.table->CheckInvariants();
+}
+
 TEST(A flush writes down what is dirty and flushes the store) {
   Cache cache;
   cache.Set(7, 1.0f);
