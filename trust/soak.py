@@ -147,11 +147,15 @@ class Trainer:
         again.close()
 
 
+def quarters(series: list[float]) -> list[float]:
+    """Their medians."""
+    return [float(np.median(part)) for part in np.array_split(np.asarray(series), 4) if len(part)]
+
+
 def grown(series: list[float]) -> float:
     """By how much the last quarter is above the second one, by medians; the first is the start."""
-    quarter = max(1, len(series) // 4)
-    early = statistics.median(series[quarter : 2 * quarter] or series)
-    return statistics.median(series[-quarter:]) / max(early, 1e-12) - 1
+    medians = quarters(series)
+    return medians[-1] / max(medians[:2][-1], 1e-12) - 1
 
 
 def soak(minutes: float, keys: int, folder: Path, pace: float) -> dict[str, list[float]]:
@@ -170,7 +174,7 @@ def soak(minutes: float, keys: int, folder: Path, pace: float) -> dict[str, list
     try:
         assert reader.stdout and reader.stdin and json.loads(reader.stdout.readline())["ready"]
         print(f"{'minute':>8}" + "".join(f"{name:>14}" for name in series), flush=True)
-        begin = time.monotonic()
+        begin = due = time.monotonic()
         while (now := time.monotonic()) < begin + 60 * minutes:
             # Both swing with dumps and compactions: a value at a moment would depend on which came last.
             steps, memory, disk = [], 0, 0
@@ -179,7 +183,8 @@ def soak(minutes: float, keys: int, folder: Path, pace: float) -> dict[str, list
                 if trainer.chores() or not disk:
                     disk = max(disk, disk_bytes(folder))
                 memory = max(memory, resident_bytes())
-                time.sleep(pace)
+                due += pace  # as much work a second on a busy machine, so that files are as large
+                time.sleep(max(0.0, due - time.monotonic()))
             if reader.poll() is not None:
                 raise RuntimeError(f"the reader ended with code {reader.returncode}")
             series["trainer MB"].append(memory / 1e6)
@@ -219,10 +224,8 @@ def judge(series: dict[str, list[float]], judged: bool) -> int:
             judged and growth > most and values[-1] - values[len(values) // 4] > {"disk MB": 50}.get(name, 2)
         )
         failed += bad
-        print(
-            f"{name:<12}first {values[0]:>9.2f}, median {statistics.median(values):>9.2f}, "
-            f"last {values[-1]:>9.2f}, grows by {100 * growth:>+6.1f} %{'  GROWS' if bad else ''}"
-        )
+        medians = "".join(f"{median:>9.2f}" for median in quarters(values))
+        print(f"{name:<12}quarters {medians}, grows by {100 * growth:>+6.1f} %{'  GROWS' if bad else ''}")
     return failed
 
 
@@ -230,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--keys", type=int, default=500_000, help="rows of the table")
-    parser.add_argument("--pace", type=float, default=0.01, help="seconds between two steps")
+    parser.add_argument("--pace", type=float, default=0.02, help="seconds from step to step")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=float, default=1.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
