@@ -299,6 +299,19 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
+def test_counts_of_the_original_go_into_an_aged_table_but_not_its_moment(tmp_path: Path) -> None:
+    table = make()
+    train(table, 3)
+    write_original(tmp_path / "d" / "model", "v2", table, now=0)
+    file = tmp_path / "d" / "model" / "user_opt_args.json"
+    arguments = json.loads(file.read_text())
+    file.write_text(json.dumps({**arguments, "evict_strategy": "EvictStrategy.KLfu", "step_score": 1}))
+    back = make(score_strategy="aged_lfu")
+    moment = back.score
+    embstore.load(tmp_path / "d", {"model": {"user": back}}, optim=True)
+    assert back.score == moment and len(back) == len(table)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("damage", [cut, cut_a_row, lengthen, flip, remove], ids=lambda f: f.__name__)
 def test_every_damaged_file_is_refused_by_name(

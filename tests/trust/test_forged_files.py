@@ -223,3 +223,100 @@ def test_a_list_of_no_rows_is_an_empty_snapshot(tmp_path):
     with SsdStore(tmp_path / "s", row_bytes=12, create=False) as store:
         store.load_snapshot("s")
         assert len(store) == 0
+
+
+def test_a_moment_that_no_aged_table_had_is_refused(tmp_path):
+    aged = {"score_strategy": "aged_lfu"}
+
+    def earlier(data):
+        manifest = json.loads(data)
+        manifest["tables"]["user"]["score"] = 1
+        return json.dumps(manifest).encode()
+
+    for path in (dumped(tmp_path / "d", aged), logged(tmp_path / "log", aged)):
+        forge(path, "embstore.json", earlier)
+        with pytest.raises(
+            embstore.CheckpointError, match="score should be an integer from 1152921504606846976"
+        ):
+            open_any(path)
+    refused_before_rows_change(tmp_path / "d", aged, "embstore.json")
+
+
+def column_file(path, columns):
+    """A file of columns that describes no table, in the format of its suffix."""
+    import pyarrow as pa
+    import pyarrow.parquet
+    from safetensors.numpy import save_file
+
+    if path.suffix == ".safetensors":
+        names = {"key": "keys", "vector": "values", "score": "scores"}
+        save_file({names.get(name, f"state.{name}"): column for name, column in columns.items()}, path)
+        return
+    arrays = [
+        column
+        if isinstance(column, pa.Array)
+        else pa.array(column)
+        if column.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(column.ravel(), column.shape[1])
+        for column in columns.values()
+    ]
+    pyarrow.parquet.write_table(pa.table(arrays, names=list(columns)), path)
+
+
+ORDINARY = {
+    "key": np.array(KEYS),
+    "vector": np.arange(9, dtype=np.float32).reshape(3, 3),
+    "score": np.array([1, 2, 3]),
+    "Gt": np.ones((3, 3), np.float32),
+}
+
+
+def convert_columns(folder, suffix, columns):
+    source = folder / "source" / "model"
+    source.mkdir(parents=True, exist_ok=True)
+    column_file(source / f"user.{suffix}", columns)
+    convert(folder / "source", folder / "out", "v2")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("key", np.ones(3, np.float32), "integer keys"),
+        ("vector", np.ones((3, 3), np.int32), r"vectors \(n, width\) of floats, found int32 \(3, 3\)"),
+        ("Gt", np.ones((3, 3), np.int32), r"Gt \(n, width\) of floats, found int32"),
+        ("score", np.array([1, -2, 3]), "scores"),
+        ("score", np.array([1.0, np.nan, 3.0]), "scores"),
+        ("score", np.array([1.0, 2.0**64, 3.0]), "scores"),
+    ],
+)
+def test_columns_of_other_kinds_are_refused(tmp_path, suffix, name, column, message):
+    with pytest.raises(embstore.CheckpointError, match=message):
+        convert_columns(tmp_path, suffix, {**ORDINARY, name: column})
+    assert not (tmp_path / "out").exists()
+    convert_columns(tmp_path, suffix, ORDINARY)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("Gt", np.ones(3, np.float32), r"Gt \(n, width\) of floats, found float32 \(3,\)"),
+        ("score", np.array([1, 2]), "3 scores, one for each key, found 2"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, name, column, message):
+    with pytest.raises(embstore.CheckpointError, match=message):
+        convert_columns(tmp_path, "safetensors", {**ORDINARY, name: column})
+
+
+@pytest.mark.parametrize("name", ["vector", "Gt"])
+def test_columns_of_text_and_nulls_are_refused(tmp_path, name):
+    import pyarrow as pa
+
+    for values, message in (
+        ([b"1"] * 9, "of floats"),
+        ([1.0, None, 2.0] * 3, f"no nulls in the column {name}"),
+    ):
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(values), 3)
+        with pytest.raises(embstore.CheckpointError, match=message):
+            convert_columns(tmp_path, "parquet", {**ORDINARY, name: lists})

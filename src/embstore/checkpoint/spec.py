@@ -8,6 +8,7 @@ from typing import Any
 from embstore.optimizers import Optimizer, from_dict
 from embstore.options import MOST_DIM, DType, ScoreStrategy
 from embstore.ownership import Ownership
+from embstore.readable import AGED_BIAS, AGED_FRACTION_BITS
 from embstore.table import Table
 
 # The states' names in files: those of the original package where it has the optimizer.
@@ -132,10 +133,11 @@ class TableSpec:
         for name, least in (("optimizer_step", 0), ("init_capacity", 0), ("max_capacity", 1)):
             count(values, name, least)
         count(values, "bucket_capacity", 1)
-        count(values, "score", most=(1 << 64) - 1)
         count(values, "seed", most=(1 << 64) - 1)
         DType[checked(values, "dtype", str).upper()]
-        ScoreStrategy[checked(values, "score_strategy", str).upper()]
+        strategy = ScoreStrategy[checked(values, "score_strategy", str).upper()]
+        least_score = AGED_BIAS << AGED_FRACTION_BITS if strategy.ages else 0
+        count(values, "score", least_score, most=(1 << 64) - 1)
         shared: dict[str, Any] = {}
         if "shared_rows" in values:
             shared["shared_rows"] = count(values, "shared_rows", 1, 1 << 16)

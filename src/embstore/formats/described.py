@@ -45,15 +45,7 @@ class DescribedTable:
         """What the table is, and its rows. Raises CheckpointError where columns do not fit together."""
         keys, values = self.keys, self.values
         scores = np.ones(len(keys)) if self.scores is None else self.scores
-        if keys.ndim != 1 or keys.dtype.kind not in "iu" or values.ndim != 2 or values.dtype.kind != "f":
-            raise CheckpointError(f"{file}: expected integer keys (n) and vectors (n, dim) of floats")
-        if scores.ndim != 1 or scores.dtype.kind not in "iuf":
-            raise CheckpointError(f"{file}: expected one score for each key")
-        for name, column in {"vectors": values, "scores": scores, **self.states}.items():
-            if len(column) != len(keys):
-                raise CheckpointError(
-                    f"{file}: expected {len(keys)} {name}, one for each key, found {len(column)}"
-                )
+        self._require_fitting(file, scores)
         widths = {name: state.shape[1] for name, state in self.states.items()}
         spec = self._spec(file, widths)
         names = [name for name, _, _ in spec.file_states()] if self.states else []
@@ -69,6 +61,23 @@ class DescribedTable:
         return spec, Rows(
             keys.astype(np.int64), *as_float, np.maximum(scores.astype(np.uint64), np.uint64(1))
         )
+
+    def _require_fitting(self, file: Path, scores: Array) -> None:
+        keys, rows = self.keys, {"vectors": self.values, **self.states}
+        if keys.ndim != 1 or keys.dtype.kind not in "iu":
+            raise CheckpointError(f"{file}: expected integer keys (n), found {keys.dtype} {keys.shape}")
+        for name, column in rows.items():
+            if column.ndim != 2 or column.dtype.kind != "f":
+                raise CheckpointError(
+                    f"{file}: expected {name} (n, width) of floats, found {column.dtype} {column.shape}"
+                )
+        if scores.ndim != 1 or scores.dtype.kind not in "iuf" or not ((scores >= 0) & (scores < 2**64)).all():
+            raise CheckpointError(f"{file}: expected scores (n) from 0 to 2^64 - 1")
+        for name, column in {**rows, "scores": scores}.items():
+            if len(column) != len(keys):
+                raise CheckpointError(
+                    f"{file}: expected {len(keys)} {name}, one for each key, found {len(column)}"
+                )
 
     def shared(self, file: Path, spec: TableSpec) -> Rows | None:
         """The shared rows; None where the table has none. Raises CheckpointError where they do not fit."""

@@ -31,13 +31,16 @@ def _read(file: Path) -> DescribedTable:
     def vectors(name: str) -> npt.NDArray[Any]:
         column = table[name]
         width = column.type.list_size
-        parts = [np.asarray(chunk.flatten()).reshape(-1, width) for chunk in column.chunks]
+        chunks = [chunk.flatten() for chunk in column.chunks]
+        if column.null_count or any(chunk.null_count for chunk in chunks):
+            raise CheckpointError(f"{file}: expected no nulls in the column {name}")
+        parts = [np.asarray(chunk).reshape(-1, width) for chunk in chunks]
         return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
 
     found = table.schema.metadata or {}  # that of others need not be text
     lists = [f.name for f in table.schema if pa.types.is_fixed_size_list(f.type)]
-    if "vector" not in lists or any(table[name].null_count for name in ("key", "vector")):
-        raise CheckpointError(f"{file}: expected vectors as lists of a fixed size, without nulls")
+    if "vector" not in lists or table["key"].null_count:
+        raise CheckpointError(f"{file}: expected keys without nulls, and vectors as lists of a fixed size")
     return DescribedTable(
         table["key"].to_numpy(),
         vectors("vector"),
