@@ -48,7 +48,9 @@ BatchScore ScoreClock::Next(int64_t keys) {
 uint64_t ScoreClock::Peek() {
   if (ages()) {
     const auto fraction = static_cast<unsigned __int128>(ticks_) << kAgedFractionBits;
-    return static_cast<uint64_t>(kAgedBias + half_life_) << kAgedFractionBits |
+    const int64_t exponent = kAgedBias + half_life_;
+    if (exponent > kAgedMostExponent) return UINT64_MAX;  // 0 would say that the slot is free
+    return static_cast<uint64_t>(exponent) << kAgedFractionBits |
            static_cast<uint64_t>(fraction / static_cast<uint64_t>(age_.length));
   }
   switch (strategy_) {

@@ -58,6 +58,23 @@ TEST(Aged scores are those of frexp and ldexp for all amounts) {
   }
 }
 
+TEST(A clock of half-lives stops at the largest moment) {
+  for (const bool in_batches : {false, true}) {
+    ScoreClock clock(ScoreStrategy::kAgedLfu, {.length = 3, .in_batches = in_batches}, "t");
+    clock.set_step(UINT64_MAX - (kAgedOne / 2));
+    uint64_t before = clock.Peek();
+    for (int batch = 0; batch < 10; ++batch) {
+      const uint64_t score = clock.Next(1).score;
+      CHECK(score >= before);
+      before = score;
+    }
+    CHECK_EQ(before, UINT64_MAX);
+    CHECK_EQ(clock.Peek(), UINT64_MAX);
+    clock.set_step(before);
+    CHECK(clock.Next(1).score > UINT64_MAX - kAgedOne);
+  }
+}
+
 TEST(A clock of batches or of keys goes on where it was) {
   for (const bool in_batches : {true, false}) {
     for (const int64_t length : {1, 3, 97, 1 << 20}) {
