@@ -123,6 +123,7 @@ def fuzz_here(name: str, corpus: Path, seconds: int) -> None:
     sys.path.insert(0, str(ROOT / "src"))
     sys.meta_path.insert(0, PathFinder)
     with atheris.instrument_imports(include=["embstore"]):
+        from trust.fuzz_folders import mutated_edits
         from trust.fuzz_targets import TARGETS
 
         target = TARGETS[name]
@@ -142,7 +143,12 @@ def fuzz_here(name: str, corpus: Path, seconds: int) -> None:
         target.try_input(data)
 
     signal.signal(signal.SIGPROF, too_slow)
-    atheris.Setup([sys.argv[0], str(corpus), *flags], try_input)
+
+    def mutate(data: bytes, most: int, seed: int) -> bytes:
+        return mutated_edits(data, most, seed, atheris.Mutate)
+
+    mutators = {"custom_mutator": mutate} if target.of_edits else {}
+    atheris.Setup([sys.argv[0], str(corpus), *flags], try_input, **mutators)
     atheris.Fuzz()
 
 

@@ -7,14 +7,17 @@ An attacker can compute a CRC-32, so what stands behind the checksums has to be 
                  else edits, and checksums as above: file (1), place (2, big-endian), size (1), the new bytes
 
 An edit of a JSON file replaces a value by JSON (an object is added to an object; nothing removes the value);
-one of another file writes bytes at an offset (nothing cuts the file off there).
+one of another file writes bytes at an offset (nothing cuts the file off there). `mutated_edits` keeps this
+form and knows words that such files have, which random bytes hardly ever hit.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import random
 import shutil
 import struct
 import tempfile
@@ -24,10 +27,57 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from embstore.initializers import Constant, Normal, Uniform
+from embstore.optimizers import OPTIMIZERS
+from embstore.options import DType, ScoreStrategy
+from embstore.ownership import Ownership
+
 MANIFESTS = ("embstore.json", "serving.json", "manifest.json")
 CHUNK = "-000000000000"  # the first of an SSD store
 ROW_BYTES = {"": 24, "user/0-1/": 36}  # of the stores that are fuzzed, by where they are in their folder
 UNSEALED, WHOLE, EDITS = range(3)
+MOST_EDITS = 8
+NUMBERS = (0, 1, -1, 2, 3, 127, 255, 65536, 2**31, 2**32 - 1, 2**40, 2**61, 2**62, 2**63 - 1, -(2**63))
+JSON_VALUES = (
+    *NUMBERS,
+    2**64 - 1,
+    2**64,
+    0.5,
+    1e-300,
+    1e300,
+    math.inf,
+    math.nan,
+    "",
+    None,
+    True,
+    [],
+    [1],
+    {},
+)
+NAMES = (
+    *(kind.__name__ for kind in (*OPTIMIZERS, Constant, Normal, Uniform)),
+    *(member.name.lower() for kind in (DType, Ownership, ScoreStrategy) for member in kind),
+    *(
+        "v1a",
+        "v2",
+        "EvictStrategy.KLru",
+        "EvictStrategy.KLfu",
+        "exact_adagrad",
+        "compound",
+        "user",
+        "../user",
+        "/",
+    ),
+    *("<f8", "<f2", "<i8", "<i4", "<u8", "|b1", "|S4", "<U2", "<c8", "<M8[ns]", "F32", "BF16", "U64", "|O"),
+)
+PACKED = [
+    struct.pack(f"<{size}", number)
+    for size, bits in (("b", 7), ("h", 15), ("i", 31), ("q", 63))
+    for number in NUMBERS
+    if -(2**bits) <= number < 2**bits
+]
+FLOATS = [struct.pack("<f", number) for number in (0.0, 1.0, -1.0, 3e38, math.inf, math.nan)]
+WORDS = [*(json.dumps(value).encode() for value in (*JSON_VALUES, *NAMES)), *PACKED, *FLOATS, b""]
 
 Files = dict[str, bytes]  # by their names in the folder
 
@@ -108,6 +158,35 @@ def edits(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         number, place, size = struct.unpack(">BHB", data[:4])
         yield number, place, data[4 : 4 + size]
         data = data[4 + size :]
+
+
+def mutated_edits(data: bytes, most: int, seed: int, otherwise: Callable[[bytes, int], bytes]) -> bytes:
+    """Another input of at most so many bytes; by `otherwise` one in four, and all that are no edits."""
+    rng = random.Random(seed)
+    if not data or data[0] % 8 < EDITS or rng.randrange(4) == 0:
+        return otherwise(data, most)
+    parts = list(edits(data[1:]))[:MOST_EDITS]
+    at = rng.randrange(len(parts) + 1)
+    if at == len(parts):
+        parts.append((rng.randrange(256), rng.randrange(65536), rng.choice(WORDS)))
+    elif len(parts) > 1 and rng.randrange(4) == 0:
+        del parts[at]
+    else:
+        number, place, what = parts[at]
+        change = rng.randrange(5)
+        if change == 0:
+            number = rng.randrange(256)
+        elif change == 1:
+            place = rng.randrange(65536)
+        elif change == 2:
+            place = max(0, place + rng.choice((-8, -1, 1, 8)))
+        elif change == 3:
+            what = otherwise(what, 255)[:255]
+        else:
+            what = rng.choice(WORDS)
+        parts[at] = number, place % 65536, what
+    packed = (struct.pack(">BHB", number, place, len(what)) + what for number, place, what in parts)
+    return (data[:1] + b"".join(packed))[:most]
 
 
 def edited(data: bytes, place: int, what: bytes) -> bytes:

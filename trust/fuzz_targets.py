@@ -33,7 +33,7 @@ from embstore.stores import SsdStore
 from embstore.stores.redis.answers import Answers
 from embstore.stores.redis.url import parse_redis_url
 from embstore.stores.urls import open_store
-from trust.fuzz_folders import CHUNK, Folder, edited, edits
+from trust.fuzz_folders import CHUNK, EDITS, Folder, edited, edits
 
 Errors = tuple[type[Exception], ...]
 OF_FILES: Errors = (embstore.CheckpointError, OSError)
@@ -42,12 +42,13 @@ KEYS = [7, -1, 12, 2**62]
 
 @dataclass(frozen=True)
 class Target:
-    """`seeds` are valid inputs to start from."""
+    """`seeds` are valid inputs to start from; `of_edits` that inputs have the form of fuzz_folders."""
 
     name: str
     seeds: Callable[[], list[bytes]]
     run: Callable[[bytes], object]
     allowed: Errors
+    of_edits: bool = False
 
     def try_input(self, data: bytes) -> None:
         """Raises what is a finding, and nothing else."""
@@ -235,7 +236,7 @@ def _parts() -> dict[str, bytes]:
 
 def columns_seeds() -> list[bytes]:
     places = range(len(_parts()))
-    return [bytes([kind, i, 0, 7, 1, 49]) for kind in (0, 1) for i in places]
+    return [bytes([EDITS + kind, i, 0, 7, 1, 49]) for kind in (0, 1) for i in places]
 
 
 def _columns(parts: dict[str, bytes]) -> dict[str, np.ndarray[Any, Any]]:
@@ -347,7 +348,7 @@ def _folder(
     spare: tuple[str, ...] = (),
 ) -> Target:
     folder = Folder(make, use, spare)
-    return Target(name, folder.seeds, folder.run, allowed)
+    return Target(name, folder.seeds, folder.run, allowed, of_edits=True)
 
 
 TARGETS = {
@@ -369,7 +370,7 @@ TARGETS = {
             "one_embedding-to-dump", make_converted("one_embedding"), read_converted, (*OF_FILES, ValueError)
         ),
         _folder("ssd-store", make_store, read_store, (OSError, RuntimeError, ValueError), IN_STORES),
-        Target("columns", columns_seeds, read_columns, OF_FILES),
+        Target("columns", columns_seeds, read_columns, OF_FILES, of_edits=True),
         Target("parquet", one_file("parquet"), read_one_file(parquet, "parquet"), OF_FILES),
         Target("safetensors", one_file("safetensors"), read_one_file(safetensors, "safetensors"), OF_FILES),
         Target(

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import re
+import struct
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from trust import fuzz, fuzz_core
-from trust.fuzz_folders import UNSEALED, WHOLE, Folder
+from trust.fuzz_folders import EDITS, UNSEALED, WHOLE, Folder, edits, mutated_edits
 from trust.fuzz_targets import TARGETS
 
 FOLDERS = [
@@ -50,6 +51,17 @@ def test_turns_of_programs_side_by_side_are_all_counted(tmp_path, monkeypatch):
         program.join(60)
     assert [program.exitcode for program in programs] == [0, 0, 0, 0]
     assert fuzz.ran() == {"urls": {"seconds": 160, "inputs": 1600, "findings": [], "branches": [1, 2]}}
+
+
+def test_mutations_of_edits_are_edits_and_know_the_words_of_files():
+    data, seen = bytes([EDITS, 0, 0, 7, 1, 49]), set()
+    for seed in range(5000):
+        data = mutated_edits(data, 200, seed, lambda data, most: data)
+        assert data[0] == EDITS and len(data) <= 200
+        seen.update(what for _, _, what in edits(data[1:]))
+    assert {b"NaN", b'"aged_lfu"', b'"Adagrad"', struct.pack("<q", -(2**63)), b""} <= seen
+    for whole in (b"", bytes([WHOLE, 3, 4])):
+        assert mutated_edits(whole, 7, 0, lambda data, most: data + bytes([most])) == whole + b"\7"
 
 
 def test_a_corpus_keeps_the_smallest_inputs_and_stays_small(tmp_path, monkeypatch):
