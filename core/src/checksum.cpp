@@ -145,10 +145,10 @@ std::vector<Crc32Function> AvailableCrc32() {
   return available;
 }
 
-uint32_t Crc32(uint32_t crc, const void* data, size_t bytes) {
-  static const Crc32Function fastest = AvailableCrc32().front();
-  return fastest(crc, data, bytes);
-}
+// Chosen when the library is loaded, for the reason that ForkGuard::kRegistered has.
+static const Crc32Function kFastest = AvailableCrc32().front();
+
+uint32_t Crc32(uint32_t crc, const void* data, size_t bytes) { return kFastest(crc, data, bytes); }
 
 uint32_t Crc32Combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_of_b) {
   uint32_t power = uint32_t{1} << 23;  // x^8: one byte

@@ -160,8 +160,7 @@ __attribute__((target("avx2"))) void UniformAvx2(const uint32_t words[kPhiloxWor
 void Uniform(const uint32_t words[kPhiloxWords], float lower, float upper, float below_upper,
              float out[kPhiloxWords]) {
 #if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) return UniformAvx2(words, lower, upper, below_upper, out);
+  if (__builtin_cpu_supports("avx2")) return UniformAvx2(words, lower, upper, below_upper, out);
 #endif
   UniformLoop(words, lower, upper, below_upper, out);
 }

@@ -4,6 +4,7 @@
 #include <cpuid.h>
 #endif
 
+#include <atomic>
 #include <cstdlib>
 #include <string>
 
@@ -58,8 +59,12 @@ std::vector<const Kernels*> AvailableKernels() {
 }
 
 const Kernels& ActiveKernels() {
-  static const Kernels& active = Choose();
-  return active;
+  // Whoever comes first chooses. A child that is forked while a thread initializes a static waits
+  // for that thread, which it does not have.
+  static constinit std::atomic<const Kernels*> active{nullptr};
+  const Kernels* kernels = active.load(std::memory_order_relaxed);
+  if (!kernels) active.store(kernels = &Choose(), std::memory_order_relaxed);
+  return *kernels;
 }
 
 }  // namespace embstore

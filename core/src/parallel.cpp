@@ -49,10 +49,7 @@ int DefaultThreads() {
   return 1;
 }
 
-std::atomic<int>& ThreadCount() {
-  static std::atomic<int> count{DefaultThreads()};
-  return count;
-}
+constinit std::atomic<int> g_threads{0};  // 0: the default, which is looked up when it is needed
 
 thread_local bool t_in_task = false;
 
@@ -200,12 +197,17 @@ void SetNumThreads(int threads) {
     throw InvalidArgument("threads should be between 1 and 1024 but is: " +
                           std::to_string(threads));
   }
-  ThreadCount().store(threads, std::memory_order_relaxed);
+  g_threads.store(threads, std::memory_order_relaxed);
 }
 
 bool RunsAlone() { return !t_in_task; }
 
-int NumThreads() { return ThreadCount().load(std::memory_order_relaxed); }
+int NumThreads() {
+  int threads = g_threads.load(std::memory_order_relaxed);
+  if (threads > 0) return threads;
+  const int wanted = DefaultThreads();
+  return g_threads.compare_exchange_strong(threads, wanted) ? wanted : threads;
+}
 
 void internal::RunTasks(int64_t tasks, TaskFunction function, void* context) {
   const int helpers = static_cast<int>(std::min<int64_t>(NumThreads(), tasks)) - 1;

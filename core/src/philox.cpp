@@ -83,8 +83,7 @@ void Philox4x32Plain(const uint32_t key[2], const uint32_t c[4], uint32_t out[kP
 
 void Philox4x32(const uint32_t key[2], const uint32_t c[4], uint32_t out[kPhiloxWords]) {
 #if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) return Philox4x32Avx2(key, c, out);
+  if (__builtin_cpu_supports("avx2")) return Philox4x32Avx2(key, c, out);
 #endif
   Philox4x32Plain(key, c, out);
 }

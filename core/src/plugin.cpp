@@ -1,6 +1,7 @@
 #include "embstore/plugin.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <chrono>
 #include <cinttypes>
@@ -36,10 +37,13 @@ static_assert(sizeof(IOPullParameter) == 64 && sizeof(IOPushParameter) == 88);
 constexpr size_t kMostIds = UINT32_MAX / 64;
 
 std::mutex libraries_mutex;
-std::map<std::string, PluginLibrary>& Libraries() {
-  static std::map<std::string, PluginLibrary> libraries;
-  return libraries;
-}
+std::map<std::string, PluginLibrary> libraries;
+
+// A child that is forked while a thread loads a plug-in may load one too. When this library is
+// loaded, for the reason that ForkGuard::kRegistered has.
+[[maybe_unused]] const int registered =
+    pthread_atfork([] { libraries_mutex.lock(); }, [] { libraries_mutex.unlock(); },
+                   [] { libraries_mutex.unlock(); });
 
 template <typename Function>
 Function* Symbol(void* handle, const std::string& path, const char* name,
@@ -172,12 +176,13 @@ LoadedPlugin LoadPlugin(const std::string& path) {
       Symbol<void(void*)>(handle, path, "IO_Finalize"),
       Symbol<void(void*, IOPullParameter)>(handle, path, "IO_Pull", "IO_Fetch"),
       Symbol<void(void*, IOPushParameter)>(handle, path, "IO_Push")};
-  const std::lock_guard lock(libraries_mutex);
-  const bool is_new = Libraries().emplace(type, library).second;
-  if (is_new) {
-    if (void* symbol = dlsym(handle, "IO_SetErrorHandler")) {
-      reinterpret_cast<void (*)(IOErrorHandler)>(symbol)(&OnError);
-    }
+  bool is_new = false;
+  {
+    const std::lock_guard lock(libraries_mutex);
+    is_new = libraries.emplace(type, library).second;
+  }
+  if (void* symbol = is_new ? dlsym(handle, "IO_SetErrorHandler") : nullptr) {
+    reinterpret_cast<void (*)(IOErrorHandler)>(symbol)(&OnError);
   }
   return {type, is_new};
 }
@@ -185,7 +190,7 @@ LoadedPlugin LoadPlugin(const std::string& path) {
 std::vector<std::string> PluginTypes() {
   const std::lock_guard lock(libraries_mutex);
   std::vector<std::string> types;
-  for (const auto& [type, library] : Libraries()) types.push_back(type);
+  for (const auto& [type, library] : libraries) types.push_back(type);
   return types;
 }
 
@@ -199,8 +204,8 @@ PluginInstance::PluginInstance(const std::string& type, const std::string& cfg, 
   }
   {
     const std::lock_guard lock(libraries_mutex);
-    const auto found = Libraries().find(type);
-    CheckArgument(found != Libraries().end(), "type", "that of a loaded plug-in", type);
+    const auto found = libraries.find(type);
+    CheckArgument(found != libraries.end(), "type", "that of a loaded plug-in", type);
     library_ = &found->second;  // nodes of a map do not move
   }
   const std::string error = ErrorOf([&] { instance_ = library_->initialize(cfg.c_str()); });

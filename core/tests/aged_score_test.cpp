@@ -58,7 +58,7 @@ TEST(Aged scores are those of frexp and ldexp for all amounts) {
   }
 }
 
-TEST(A clock of half-lives stops at the largest moment) {
+TEST(A clock of aged scores stops at the largest moment) {
   for (const bool in_batches : {false, true}) {
     ScoreClock clock(ScoreStrategy::kAgedLfu, {.length = 3, .in_batches = in_batches}, "t");
     clock.set_step(UINT64_MAX - (kAgedOne / 2));
