@@ -177,9 +177,11 @@ def reference(world: int, folder: Path, ways: set[str]) -> Reference:
     return Reference(losses, rows, seconds)
 
 
-def disturbed(world: int, folder: Path, plan: Round, usual: float) -> tuple[str, float] | None:
+def disturbed(
+    world: int, folder: Path, plan: Round, usual: float, wanted: Reference
+) -> tuple[str, float] | None:
     """Kills a rank, and checks the others. Returns what they raised, and how long the last one took; None
-    where the victim had ended before."""
+    where the victim, or all that the others needed of it, had ended before."""
     ranks, host = start(world, plan.store != "rank 0", folder, plan.way)
     count, killed = 0, 0.0
 
@@ -203,10 +205,16 @@ def disturbed(world: int, folder: Path, plan: Round, usual: float) -> tuple[str,
     for rank in others:
         assert rank.ended_by == 0, f"a rank ended by signal {rank.ended_by}: {rank.said[-1:]}"
         when, text = rank.said[-1]
+        if text == f"rows {wanted.rows}":
+            continue
         assert text.startswith("error "), f"a rank ended with {text!r}"
         raised.append(text.split()[1])
         slowest = max(slowest, when - killed)
-    assert slowest < MOST_SECONDS, f"the others raise after {slowest:.1f} s"
+    if not raised:
+        return None
+    # They may be in the middle of making the model, which is the longest that they do by themselves.
+    most = MOST_SECONDS + wanted.seconds["construction", plan.way]
+    assert slowest < most, f"the others raise after {slowest:.1f} s, more than {most:.1f} s"
     acknowledged = max((int(n) for rank in ranks for (n,) in rank.lines("saved")), default=0)
     found = job.newest(folder, plan.way)
     assert found >= acknowledged, f"{acknowledged} was acknowledged, but the newest is {found}"
@@ -216,7 +224,7 @@ def disturbed(world: int, folder: Path, plan: Round, usual: float) -> tuple[str,
 def check(world: int, folder: Path, plan: Round, wanted: Reference) -> tuple[str, float]:
     """One round. Raises AssertionError where a promise was broken."""
     usual = wanted.seconds[plan.phase, plan.way]
-    while (found := disturbed(world, folder, plan, usual)) is None:
+    while (found := disturbed(world, folder, plan, usual, wanted)) is None:
         shutil.rmtree(folder)
         folder.mkdir()
         usual /= 4  # the machine was slower when it was measured

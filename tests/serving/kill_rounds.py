@@ -79,7 +79,7 @@ def run(folder: Path, rounds: int, seed: int, report: Callable[[int], None] = la
             victim.start()
             report(done + 1)
         last = embstore.serving.Reader(folder / "log", cache=folder / "cache")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while generation_of(last) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
             last.follow()

@@ -15,6 +15,6 @@ ROUNDS = 12
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.timeout(60 + 10 * ROUNDS)
+@pytest.mark.timeout(180 + 10 * ROUNDS)
 def test_readers_show_whole_states_though_everybody_is_killed(tmp_path: Path) -> None:
     assert kill_rounds.run(tmp_path, ROUNDS, seed=5) >= 1
