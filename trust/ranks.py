@@ -214,6 +214,7 @@ def disturbed(
         return None
     # They may be in the middle of making the model, which is the longest that they do by themselves.
     most = MOST_SECONDS + wanted.seconds["construction", plan.way]
+    most += 3 * job.GROUP_SECONDS if plan.phase == "connection" else 0  # gloo tries four times to connect
     assert slowest < most, f"the others raise after {slowest:.1f} s, more than {most:.1f} s"
     acknowledged = max((int(n) for rank in ranks for (n,) in rank.lines("saved")), default=0)
     found = job.newest(folder, plan.way)
