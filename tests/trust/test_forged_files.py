@@ -5,6 +5,7 @@ The fuzzers found them; `forge` changes a folder as an attacker does, who can co
 
 import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -320,3 +321,19 @@ def test_columns_of_text_and_nulls_are_refused(tmp_path, name):
         lists = pa.FixedSizeListArray.from_arrays(pa.array(values), 3)
         with pytest.raises(embstore.CheckpointError, match=message):
             convert_columns(tmp_path, "parquet", {**ORDINARY, name: lists})
+
+
+CLAIMED_ROWS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+from pathlib import Path
+from embstore.formats import parquet
+print(len(parquet.read(Path(sys.argv[1])).keys))
+"""
+
+
+def test_a_row_group_that_claims_more_rows_than_it_has_takes_no_memory_for_them():
+    """The fuzzer made the file: pyarrow asks for 256 GiB to read its four rows at once."""
+    file = Path(__file__).parent / "data" / "too_many_rows.parquet"
+    command = [sys.executable, "-c", CLAIMED_ROWS, str(file)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout == "4\n"

@@ -13,6 +13,7 @@ from embstore.formats.columns import DESCRIPTION, SHARED, Columns
 from embstore.formats.described import DescribedTable, reading, require_columns
 
 SUFFIX = ".parquet"
+ROWS_AT_ONCE = 65536
 
 
 def read(file: Path) -> DescribedTable:
@@ -25,7 +26,9 @@ def _read(file: Path) -> DescribedTable:
     import pyarrow as pa
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(file)
+    # Not all at once: pyarrow takes memory for as many rows as a group says that it has.
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        table = pa.Table.from_batches(opened.iter_batches(ROWS_AT_ONCE), opened.schema_arrow)
     require_columns(file, "column", {"key", "vector"}, set(table.column_names))
 
     def vectors(name: str) -> npt.NDArray[Any]:
