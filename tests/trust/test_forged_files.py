@@ -310,6 +310,12 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, name, column, message):
         convert_columns(tmp_path, "safetensors", {**ORDINARY, name: column})
 
 
+def test_keys_of_no_dimension_are_refused(tmp_path):
+    columns = {"key": np.array(7), "vector": ORDINARY["vector"]}
+    with pytest.raises(embstore.CheckpointError, match=r"integer keys \(n\), found int64 \(\)"):
+        convert_columns(tmp_path, "safetensors", columns)
+
+
 @pytest.mark.parametrize("name", ["vector", "Gt"])
 def test_columns_of_text_and_nulls_are_refused(tmp_path, name):
     import pyarrow as pa

@@ -266,8 +266,8 @@ def _counters(stored: DumpTable, table: Table, optim: bool, keep_scores: bool) -
     strategy = table.options.score_strategy.name.lower()
     score = spec.score if spec and spec.score_strategy == strategy else 0
     if spec is None:
-        score = number("step_score", MOST_SCORE)
-        score = 0 if table.options.score_strategy.ages else score  # that of LFU is how much a use counts
+        step_score = number("step_score", MOST_SCORE)  # of LFU it is how much a use counts, and no moment
+        score = 0 if table.options.score_strategy.ages else step_score
     if strategy == "step" and keep_scores and not score and stored.rows and stored.has_scores:
         score = int(max(r.scores(0, r.part.rows).max(initial=0) for r in stored.readers)) + 1
     if score and keep_scores and strategy in CARRIED_SCORES:

@@ -44,7 +44,7 @@ class DescribedTable:
     def spec_and_rows(self, file: Path) -> tuple[TableSpec, Rows]:
         """What the table is, and its rows. Raises CheckpointError where columns do not fit together."""
         keys, values = self.keys, self.values
-        scores = np.ones(len(keys)) if self.scores is None else self.scores
+        scores = np.ones(keys.shape) if self.scores is None else self.scores
         self._require_fitting(file, scores)
         widths = {name: state.shape[1] for name, state in self.states.items()}
         spec = self._spec(file, widths)
